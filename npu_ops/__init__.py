@@ -1,0 +1,1 @@
+"""Operator contracts: semantics, validation and dispatch of every op, on every device."""
