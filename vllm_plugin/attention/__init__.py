@@ -1,0 +1,38 @@
+"""Attention backends, one file each, and the choice among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+BACKENDS: Mapping[str, str] = {
+    "ASCEND_FIA": "vllm_plugin.attention.fia.AscendFiaBackend",
+}
+
+
+def select_backend(selected: Any, config: AttentionSelectorConfig, capability: DeviceCapability | None) -> str:
+    """Dotted name of the backend for a layer of this shape.
+
+    Args:
+        selected: the user's --attention-backend, or None.
+        config: head size, dtypes and features of the layer.
+        capability: CUDA compute capability, or None on other devices.
+
+    Raises:
+        ValueError: naming every reason, if the layer needs what no backend of ours has.
+    """
+    from vllm.logger import init_logger
+
+    from vllm_plugin.attention.fia import AscendFiaBackend
+
+    if selected is not None and selected.name not in BACKENDS:
+        raise ValueError(f"--attention-backend {selected.name} is not one of ours. Choose one of: {', '.join(BACKENDS)}.")
+    reasons = AscendFiaBackend.validate_configuration(device_capability=capability, **config._asdict())
+    if reasons:
+        raise ValueError(f"ASCEND_FIA cannot serve this model: {'; '.join(reasons)}.")
+    init_logger("vllm.npu_parity").info_once("Using ASCEND_FIA backend.")
+    return BACKENDS["ASCEND_FIA"]

@@ -1,0 +1,50 @@
+"""``--additional-config`` as a typed model. docs/configuration.md is generated from this file."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# vLLM itself writes this key into additional_config (engine/arg_utils.py); it is not ours to refuse.
+_VLLM_KEYS = frozenset({"gdn_prefill_backend"})
+
+
+class ParityConfig(BaseModel):
+    """Settings of the plugin, passed as JSON: ``--additional-config '{"fia_split": "always"}'``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fia_split: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether a batch of decodes and prefills runs as two FIA calls. `auto` splits when both sides are "
+        "large enough to be worth a second launch (docs/architecture.md gives the rule).",
+    )
+
+    @classmethod
+    def parse(cls, raw: dict[str, Any]) -> ParityConfig:
+        """Validate the JSON object of ``--additional-config``.
+
+        Raises:
+            ValueError: for an unknown key (naming the nearest known one) or a value outside its range.
+        """
+        ours = {key: value for key, value in raw.items() if key not in _VLLM_KEYS}
+        for key in ours.keys() - cls.model_fields.keys():
+            near = difflib.get_close_matches(key, cls.model_fields, n=1, cutoff=0.0)[0]
+            known = ", ".join(sorted(cls.model_fields))
+            raise ValueError(f"--additional-config: unknown key {key!r}. Did you mean {near!r}? Known keys: {known}.")
+        try:
+            return cls(**ours)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"--additional-config: {where}: {first['msg']}, got {first['input']!r}.") from None
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> ParityConfig:
+        """The settings of a running engine."""
+        return cls.parse(dict(vllm_config.additional_config or {}))
