@@ -1,1 +1,4 @@
-"""Context parallelism for DeepSeek sparse attention: token shards and local-token metadata. Filled by the DSA-CP work; empty in this release."""
+"""Context parallelism for DeepSeek sparse attention: token shards and local-token metadata.
+
+Empty in this release: the DSA-CP backend will fill it.
+"""

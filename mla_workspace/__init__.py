@@ -1,1 +1,4 @@
-"""Chunked-context workspace of MLA: its size, its plan, the merging loop. Filled by the ASCEND_MLA work; empty in this release."""
+"""Chunked-context workspace of MLA: its size, its plan, the merging loop.
+
+Empty in this release: the ASCEND_MLA backend will fill it.
+"""

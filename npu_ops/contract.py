@@ -21,7 +21,7 @@ NAMESPACE = "npu_parity"
 # Where the implementation for a dispatch key lives. CPU is missing on purpose: the reference is the CPU implementation.
 PROVIDERS: Mapping[str, str] = {"CUDA": "cuda_fallback", "PrivateUse1": "npu_ops.ascend"}
 
-_library = torch.library.Library(NAMESPACE, "DEF")
+_library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 _contracts: dict[str, OpContract] = {}
 
 
@@ -101,10 +101,10 @@ class OpContract:
 
 def register(contract: OpContract) -> OpContract:
     """Define the op and its implementations; kernels other than the reference are imported at the first call."""
-    _library.define(f"{contract.name}{contract.schema}")
-    _library.impl(contract.name, contract.reference, "CPU")
+    _library.define(f"{contract.name}{contract.schema}")  # type: ignore[no-untyped-call]
+    _library.impl(contract.name, contract.reference, "CPU")  # type: ignore[no-untyped-call]
     for key in PROVIDERS:
-        _library.impl(contract.name, _lazy(contract, key), key)
+        _library.impl(contract.name, _lazy(contract, key), key)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{contract.name}", contract.fake, lib=_library)
     _contracts[contract.name] = contract
     return contract

@@ -1,7 +1,7 @@
 """What differs between device types outside of the ops: which there are, streams, memory, names.
 
-With npu_ops.ascend the only place that names a vendor's module. Importing it imports torch and nothing else; torch_npu is
-imported when somebody asks for an NPU.
+With npu_ops.ascend the only place that names a vendor's module. Importing it imports torch and nothing else; torch_npu
+is imported when somebody asks for an NPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CPU, CUDA, NPU = "cpu", "cuda", "npu"
 
 
 def found_devices() -> list[str]:
-    """Device types that this process can use, as torch names them: "cpu" always, then "cuda" and "npu" if there is one."""
+    """Device types that this process can use, as torch names them: "cpu", then "cuda" and "npu" if there is one."""
     found = [CPU]
     if torch.cuda.is_available():
         found.append(CUDA)
@@ -39,7 +39,7 @@ def _has_npu() -> bool:
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
-        # An installation that does not load is not the same as none: whoever installed it must be told why it is not used.
+        # An installation that does not load is not the same as none: who installed it must learn why it is not used.
         logger.warning("torch_npu is installed but does not load, so no NPU is used: %s", error)
         return False
     return bool(torch.get_device_module(NPU).is_available())
@@ -50,9 +50,7 @@ def module(device_type: str) -> ModuleType:
     if device_type == NPU:
         _has_npu()  # registers torch.npu
     if device_type not in found_devices():
-        raise RuntimeError(
-            f"no {device_type!r} device found, only {found_devices()}. Check the driver, or choose one of these."
-        )
+        raise RuntimeError(f"no {device_type!r} device found, only {found_devices()}. Check its driver or take another.")
     return torch.get_device_module(device_type)  # type: ignore[no-any-return]
 
 
@@ -97,3 +95,34 @@ def _host_memory() -> tuple[int, int]:
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
     free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     return free, total
+
+
+def import_torch_npu() -> None:
+    """Register the device type and the ops of torch_npu with PyTorch.
+
+    Raises:
+        RuntimeError: with the library that is missing, if CANN is not on the library path.
+    """
+    try:
+        importlib.import_module("torch_npu")
+    except (ImportError, OSError) as error:
+        remedy = "Run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
+        raise RuntimeError(f"torch_npu does not load: {error}. {remedy}") from error
+
+
+def manual_seed_all(device_type: str, seed: int) -> None:
+    """Seed the generators of every visible device of one type."""
+    module(device_type).manual_seed_all(seed)
+
+
+def compute_units(device_type: str, index: int = 0) -> int:
+    """Streaming multiprocessors of a GPU, cube cores of an NPU, threads of a CPU."""
+    if device_type == CPU:
+        return torch.get_num_threads()
+    properties = module(device_type).get_device_properties(index)
+    return int(getattr(properties, "multi_processor_count", 0) or properties.cube_core_num)
+
+
+def cuda_capability(index: int = 0) -> tuple[int, int]:
+    """Compute capability (major, minor) of a visible GPU."""
+    return torch.cuda.get_device_capability(index)

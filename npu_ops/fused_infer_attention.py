@@ -90,74 +90,172 @@ def fused_infer_attention(
     _validate_lengths(query, actual_seq_qlen, actual_seq_kvlen, query_start_loc, seq_lens)
     _validate_cache(key, block_table, block_size, actual_seq_kvlen)
     return _contract.op(  # type: ignore[no-any-return]
-        query, key, value, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen,
-        query_start_loc=query_start_loc, seq_lens=seq_lens, num_query_heads=num_query_heads,
-        num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale, block_table=block_table, block_size=block_size,
-        sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens, learnable_sink=learnable_sink,
+        query,
+        key,
+        value,
+        actual_seq_qlen=actual_seq_qlen,
+        actual_seq_kvlen=actual_seq_kvlen,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        num_query_heads=num_query_heads,
+        num_key_value_heads=num_key_value_heads,
+        softmax_scale=softmax_scale,
+        block_table=block_table,
+        block_size=block_size,
+        sparse_mode=sparse_mode,
+        pre_tokens=pre_tokens,
+        next_tokens=next_tokens,
+        learnable_sink=learnable_sink,
         return_softmax_lse=return_softmax_lse,
-    )  # fmt: skip
+    )
 
 
 def _validate_tensors(query: Tensor, key: Tensor, value: Tensor, heads: int, kv_heads: int) -> None:
     require(query.dtype in DTYPES, OP, "a bf16, fp16 or fp32 query", query.dtype, "Cast the query.")
     require(query.dim() == 3, OP, "a query [T, N, D]", tuple(query.shape), "Pack the tokens of all requests.")
-    require(query.shape[-1] in HEAD_DIMS, OP, f"a head dim of {HEAD_DIMS}", query.shape[-1],
-            "Pad the heads to the next one, or use another backend for this model.")  # fmt: skip
-    require(key.dtype == query.dtype and value.dtype == query.dtype, OP, f"key and value of {query.dtype}",
-            f"{key.dtype} and {value.dtype}", "Give query, key and value one dtype.")  # fmt: skip
-    require(key.shape == value.shape, OP, "key and value of one shape", f"{tuple(key.shape)} and {tuple(value.shape)}",
-            "Split K and V into tensors of their own.")  # fmt: skip
-    require(key.is_contiguous() and value.is_contiguous(), OP, "contiguous key and value",
-            f"strides {key.stride()} and {value.stride()}", "Keep K and V in separate contiguous tensors.")  # fmt: skip
-    require(query.shape[1] == heads <= MAX_HEADS, OP, f"num_query_heads equal to the query's heads, at most {MAX_HEADS},",
-            f"{heads} for {query.shape[1]} heads", "Pass the heads of this rank.")  # fmt: skip
-    require(key.shape[-2] == kv_heads and key.shape[-1] == query.shape[-1], OP,
-            f"a key [..., num_key_value_heads={kv_heads}, D={query.shape[-1]}]", tuple(key.shape),
-            "Pass the KV heads of this rank.")  # fmt: skip
-    require(kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= MAX_HEAD_RATIO, OP,
-            f"a whole number of query heads to a KV head, at most {MAX_HEAD_RATIO},", f"{heads} to {kv_heads}",
-            "Choose a tensor parallel size that divides the KV heads.")  # fmt: skip
+    require(
+        query.shape[-1] in HEAD_DIMS,
+        OP,
+        f"a head dim of {HEAD_DIMS}",
+        query.shape[-1],
+        "Pad the heads to the next one, or use another backend for this model.",
+    )
+    require(
+        key.dtype == query.dtype and value.dtype == query.dtype,
+        OP,
+        f"key and value of {query.dtype}",
+        f"{key.dtype} and {value.dtype}",
+        "Give query, key and value one dtype.",
+    )
+    require(
+        key.shape == value.shape,
+        OP,
+        "key and value of one shape",
+        f"{tuple(key.shape)} and {tuple(value.shape)}",
+        "Split K and V into tensors of their own.",
+    )
+    require(
+        key.is_contiguous() and value.is_contiguous(),
+        OP,
+        "contiguous key and value",
+        f"strides {key.stride()} and {value.stride()}",
+        "Keep K and V in separate contiguous tensors.",
+    )
+    require(
+        query.shape[1] == heads <= MAX_HEADS,
+        OP,
+        f"num_query_heads equal to the query's heads, at most {MAX_HEADS},",
+        f"{heads} for {query.shape[1]} heads",
+        "Pass the heads of this rank.",
+    )
+    require(
+        key.shape[-2] == kv_heads and key.shape[-1] == query.shape[-1],
+        OP,
+        f"a key [..., num_key_value_heads={kv_heads}, D={query.shape[-1]}]",
+        tuple(key.shape),
+        "Pass the KV heads of this rank.",
+    )
+    require(
+        kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= MAX_HEAD_RATIO,
+        OP,
+        f"a whole number of query heads to a KV head, at most {MAX_HEAD_RATIO},",
+        f"{heads} to {kv_heads}",
+        "Choose a tensor parallel size that divides the KV heads.",
+    )
 
 
 def _validate_mask(mode: int, pre: int, after: int, sink: Tensor | None, query: Tensor, heads: int) -> None:
-    require(mode in (SPARSE_NONE, SPARSE_CAUSAL, SPARSE_BAND), OP, "sparse_mode 0, 3 or 4", mode,
-            "Use 3 for causal attention, 4 with pre_tokens for a sliding window.")  # fmt: skip
-    require(pre >= 0 and after >= 0, OP, "pre_tokens and next_tokens of at least 0", f"{pre} and {after}",
-            "A window always holds the row's own position.")  # fmt: skip
+    require(
+        mode in (SPARSE_NONE, SPARSE_CAUSAL, SPARSE_BAND),
+        OP,
+        "sparse_mode 0, 3 or 4",
+        mode,
+        "Use 3 for causal attention, 4 with pre_tokens for a sliding window.",
+    )
+    require(
+        pre >= 0 and after >= 0,
+        OP,
+        "pre_tokens and next_tokens of at least 0",
+        f"{pre} and {after}",
+        "A window always holds the row's own position.",
+    )
     if sink is not None:
         right = sink.shape == (heads,) and sink.dtype in (query.dtype, torch.float32)
-        require(right, OP, f"a sink of shape ({heads},) in {query.dtype} or torch.float32",
-                f"{tuple(sink.shape)} in {sink.dtype}", "Pass the sinks of this rank's heads.")  # fmt: skip
+        require(
+            right,
+            OP,
+            f"a sink of shape ({heads},) in {query.dtype} or torch.float32",
+            f"{tuple(sink.shape)} in {sink.dtype}",
+            "Pass the sinks of this rank's heads.",
+        )
 
 
 def _validate_lengths(query: Tensor, qlen: Sequence[int], kvlen: Sequence[int], start: Tensor, lens: Tensor) -> None:
     count = len(qlen)
-    require(0 < count <= MAX_REQUESTS and len(kvlen) == count, OP, f"1 to {MAX_REQUESTS} lengths, as many of keys as of queries",
-            f"{count} and {len(kvlen)}", "Pass one pair of lengths to a request.")  # fmt: skip
-    require(all(a <= b for a, b in pairwise((0, *qlen))) and qlen[-1] <= query.shape[0], OP,
-            f"cumulative query lengths up to {query.shape[0]}", list(qlen[-4:]), "Cumulate the lengths, without a leading 0.")  # fmt: skip
+    require(
+        0 < count <= MAX_REQUESTS and len(kvlen) == count,
+        OP,
+        f"1 to {MAX_REQUESTS} lengths, as many of keys as of queries",
+        f"{count} and {len(kvlen)}",
+        "Pass one pair of lengths to a request.",
+    )
+    require(
+        all(a <= b for a, b in pairwise((0, *qlen))) and qlen[-1] <= query.shape[0],
+        OP,
+        f"cumulative query lengths up to {query.shape[0]}",
+        list(qlen[-4:]),
+        "Cumulate the lengths, without a leading 0.",
+    )
     right = start.dtype == lens.dtype == torch.int32 and start.shape == (count + 1,) and lens.shape == (count,)
-    require(right, OP, f"int32 query_start_loc [{count + 1}] and seq_lens [{count}]",
-            f"{start.dtype} {tuple(start.shape)} and {lens.dtype} {tuple(lens.shape)}",
-            "Pass the device copies of the same lengths.")  # fmt: skip
+    require(
+        right,
+        OP,
+        f"int32 query_start_loc [{count + 1}] and seq_lens [{count}]",
+        f"{start.dtype} {tuple(start.shape)} and {lens.dtype} {tuple(lens.shape)}",
+        "Pass the device copies of the same lengths.",
+    )
 
 
 def _validate_cache(key: Tensor, block_table: Tensor | None, block_size: int, kvlen: Sequence[int]) -> None:
     if block_table is None:
-        require(block_size == 0 and key.dim() == 3, OP, "a packed key [T_kv, N_kv, D] and block_size 0 without a block table",
-                f"{tuple(key.shape)} and {block_size}", "Pass the block table of a paged cache.")  # fmt: skip
-        require(all(a <= b for a, b in pairwise((0, *kvlen))) and kvlen[-1] <= key.shape[0], OP,
-                f"cumulative key lengths up to {key.shape[0]}", list(kvlen[-4:]),
-                "Contiguous keys want cumulative lengths, without a leading 0.")  # fmt: skip
+        require(
+            block_size == 0 and key.dim() == 3,
+            OP,
+            "a packed key [T_kv, N_kv, D] and block_size 0 without a block table",
+            f"{tuple(key.shape)} and {block_size}",
+            "Pass the block table of a paged cache.",
+        )
+        require(
+            all(a <= b for a, b in pairwise((0, *kvlen))) and kvlen[-1] <= key.shape[0],
+            OP,
+            f"cumulative key lengths up to {key.shape[0]}",
+            list(kvlen[-4:]),
+            "Contiguous keys want cumulative lengths, without a leading 0.",
+        )
         return
-    require(block_size in BLOCK_SIZES, OP, "a block size of 16 to 256 in steps of 16", block_size,
-            "Start vLLM with --block-size 128.")  # fmt: skip
-    require(key.dim() == 4 and key.shape[1] == block_size, OP, f"a paged key [blocks, {block_size}, N_kv, D]", tuple(key.shape),
-            "View the cache in blocks.")  # fmt: skip
+    require(
+        block_size in BLOCK_SIZES,
+        OP,
+        "a block size of 16 to 256 in steps of 16",
+        block_size,
+        "Start vLLM with --block-size 128.",
+    )
+    require(
+        key.dim() == 4 and key.shape[1] == block_size,
+        OP,
+        f"a paged key [blocks, {block_size}, N_kv, D]",
+        tuple(key.shape),
+        "View the cache in blocks.",
+    )
     longest = math.ceil(max(kvlen) / block_size)
     right = block_table.dtype == torch.int32 and block_table.dim() == 2 and block_table.shape[0] >= len(kvlen)
-    require(right and block_table.shape[1] >= longest, OP, f"an int32 block table of at least [{len(kvlen)}, {longest}]",
-            f"{block_table.dtype} {tuple(block_table.shape)}", "Pass the block table of the same requests.")  # fmt: skip
+    require(
+        right and block_table.shape[1] >= longest,
+        OP,
+        f"an int32 block table of at least [{len(kvlen)}, {longest}]",
+        f"{block_table.dtype} {tuple(block_table.shape)}",
+        "Pass the block table of the same requests.",
+    )
     require(min(kvlen) >= 0, OP, "key lengths of at least 0", min(kvlen), "Paged keys want one length to a request.")
 
 
@@ -187,9 +285,14 @@ _MASKS: list[dict[str, int]] = [
 
 
 def build_case(
-    name: str, batch: Sequence[tuple[int, int]], shape: tuple[int, int, int, int], options: dict[str, object],
-    device: str, dtype: torch.dtype, seed: int,
-) -> OpCase:  # fmt: skip
+    name: str,
+    batch: Sequence[tuple[int, int]],
+    shape: tuple[int, int, int, int],
+    options: dict[str, object],
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> OpCase:
     """Random tensors for one batch of (query length, key length) pairs; ``options`` are further keyword arguments.
 
     ``shape`` is (query heads, KV heads, head dim, block size or 0 for contiguous keys). Blocks are shuffled, the table has
@@ -209,7 +312,7 @@ def build_case(
         table = torch.zeros(len(batch), max(counts) + 2, dtype=torch.int32)
         key = torch.full((sum(counts) + 1, block_size, kv_heads, dim), math.nan, dtype=dtype)
         value = key.clone()
-        for row, (count, blocks) in enumerate(zip(counts, ids.split(counts), strict=True)):
+        for row, (count, blocks) in enumerate(zip(counts, torch.split(ids, counts), strict=True)):
             table[row, :count] = blocks
             for cache in (key, value):
                 rows = cache[blocks].flatten(0, 1)

@@ -50,17 +50,32 @@ def add_rms_norm(input: Tensor, residual: Tensor, gamma: Tensor, *, epsilon: flo
     """
     _validate("add_rms_norm", input, gamma)
     same = residual.shape == input.shape and residual.dtype == input.dtype
-    require(same, "add_rms_norm", f"a residual of shape {tuple(input.shape)} and {input.dtype}",
-            f"{tuple(residual.shape)} and {residual.dtype}", "Pass the residual stream of the same layer.")  # fmt: skip
+    require(
+        same,
+        "add_rms_norm",
+        f"a residual of shape {tuple(input.shape)} and {input.dtype}",
+        f"{tuple(residual.shape)} and {residual.dtype}",
+        "Pass the residual stream of the same layer.",
+    )
     return _add_rms_norm.op(input, residual, gamma, epsilon=epsilon)  # type: ignore[no-any-return]
 
 
 def _validate(op: str, input: Tensor, gamma: Tensor) -> None:
     require(input.dtype in ELEMENTWISE, op, "bf16, fp16 or fp32 input", input.dtype, "Cast the input.")
-    require(gamma.shape == input.shape[-1:], op, f"gamma of shape {tuple(input.shape[-1:])}", tuple(gamma.shape),
-            "Pass the layer's own weight.")  # fmt: skip
-    require(gamma.dtype in (input.dtype, torch.float32), op, f"gamma of {input.dtype} or torch.float32", gamma.dtype,
-            "Cast the weight once, when it is loaded.")  # fmt: skip
+    require(
+        gamma.shape == input.shape[-1:],
+        op,
+        f"gamma of shape {tuple(input.shape[-1:])}",
+        tuple(gamma.shape),
+        "Pass the layer's own weight.",
+    )
+    require(
+        gamma.dtype in (input.dtype, torch.float32),
+        op,
+        f"gamma of {input.dtype} or torch.float32",
+        gamma.dtype,
+        "Cast the weight once, when it is loaded.",
+    )
 
 
 _SHAPES = {"empty": (0, 64), "one": (1, 1), "odd": (7, 80), "wide": (3, 5120), "heads": (5, 3, 96)}
@@ -86,13 +101,17 @@ def _add_cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
         yield OpCase(case.name, (x, residual, gamma), case.kwargs)
 
 
+def _fake(input: Tensor, gamma: Tensor, *, epsilon: float = 1e-6) -> Tensor:
+    return torch.empty(input.shape, dtype=input.dtype, device=input.device)
+
+
 _rms_norm = register(
     OpContract(
         name="rms_norm",
         stem="rms_norm",
         schema="(Tensor input, Tensor gamma, *, float epsilon=1e-6) -> Tensor",
         reference=reference.rms_norm,
-        fake=lambda input, gamma, *, epsilon=1e-6: torch.empty(input.shape, dtype=input.dtype, device=input.device),
+        fake=_fake,
         cases=_cases,
         tolerance=ELEMENTWISE,
     )

@@ -1,1 +1,4 @@
-"""Index arithmetic of sparse flash attention: top-k, DCP remap, packed rows. Filled by the ASCEND_SFA work; empty in this release."""
+"""Index arithmetic of sparse flash attention: top-k, DCP remap, packed rows.
+
+Empty in this release: the ASCEND_SFA backend will fill it.
+"""

@@ -1,1 +1,4 @@
-"""Device memory pools with tags and sleep levels. Filled by the sleep-mode work; empty in this release."""
+"""Device memory pools with tags, sleep levels, wake order.
+
+Empty in this release: the sleep-mode backend will fill it.
+"""

@@ -156,19 +156,19 @@ class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Our checks, then vLLM's own CPU settings (process binding, memory, preloaded libraries)."""
-        AscendParityPlatform.check_and_update_config.__func__(cls, vllm_config)  # type: ignore[attr-defined]
-        CpuPlatform.check_and_update_config.__func__(cls, vllm_config)  # type: ignore[attr-defined]
+        AscendParityPlatform.check_and_update_config.__func__(cls, vllm_config)
+        CpuPlatform.check_and_update_config.__func__(cls, vllm_config)
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """vLLM's C++ stand-ins for the speculative-decoding kernels, then our slot mapping over its own."""
-        CpuPlatform.register_triton_kernel_overrides.__func__(cls)  # type: ignore[attr-defined]
-        AscendParityPlatform.register_triton_kernel_overrides.__func__(cls)  # type: ignore[attr-defined]
+        CpuPlatform.register_triton_kernel_overrides.__func__(cls)
+        AscendParityPlatform.register_triton_kernel_overrides.__func__(cls)
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
         """As on every device: our backends accept what check_and_update_config let through."""
-        Platform.update_block_size_for_backend.__func__(cls, vllm_config)  # type: ignore[attr-defined]
+        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
     @classmethod
     def get_device_uuid(cls, device_id: int = 0) -> str:

@@ -193,9 +193,7 @@ def choose(asked: str | None, machine: Machine) -> str | None:
 
 def _check_common(device: str, machine: Machine) -> None:
     if machine.shadow:
-        raise DeviceError(
-            f"the folder {machine.shadow} hides the installed vllm package. Run from another working directory."
-        )
+        raise DeviceError(f"the folder {machine.shadow} hides the installed vllm package. Run from another working directory.")
     other = machine.distributions.get("vllm-ascend")
     if other and (machine.plugins is None or "ascend" in machine.plugins.split(",")):
         raise DeviceError(

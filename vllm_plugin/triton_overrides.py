@@ -20,7 +20,7 @@ def compute_slot_mapping(
     TOTAL_CP_RANK: int = 0,  # noqa: N803
     CP_KV_CACHE_INTERLEAVE_SIZE: int = 1,  # noqa: N803
     PAD_ID: int = -1,  # noqa: N803
-    BLOCK_SIZE: int = 1024,  # noqa: N803, ARG001
+    BLOCK_SIZE: int = 1024,  # noqa: N803
 ) -> None:
     """Slot of every token's key in the paged cache, ``PAD_ID`` where the token is padding or another rank's.
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 def rms_norm(input: Tensor, gamma: Tensor, *, epsilon: float = 1e-6) -> Tensor:
     """See npu_ops.rms_norm.rms_norm."""
-    return torch_npu.npu_rms_norm(input, gamma, epsilon)[0]
+    normed, _ = torch_npu.npu_rms_norm(input, gamma, epsilon)
+    return normed  # type: ignore[no-any-return]
 
 
 def add_rms_norm(input: Tensor, residual: Tensor, gamma: Tensor, *, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

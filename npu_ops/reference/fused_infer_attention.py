@@ -65,7 +65,14 @@ def _visible(rows: int, keys: int, sparse_mode: int, pre_tokens: int, next_token
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, limits: tuple[int, int], scale: float, sink: Tensor | None, out: Tensor, lse: Tensor
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    limits: tuple[int, int],
+    scale: float,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
 ) -> None:
     """Fill ``out`` and ``lse`` of one request, some query rows at a time, over just the keys those rows can see."""
     rows, heads, dim = query.shape

@@ -309,9 +309,7 @@ class AscendFiaImpl(AttentionImpl[AscendFiaMetadata]):
             scatter_kv_cache(key[: slots.shape[0]], value[: slots.shape[0]], key_cache, value_cache, slots)
         end = 0
         for call in attn_metadata.calls:
-            rows, _ = fused_infer_attention(
-                query[call.tokens], key_cache, value_cache, **call.lengths, **self._options
-            )
+            rows, _ = fused_infer_attention(query[call.tokens], key_cache, value_cache, **call.lengths, **self._options)
             output[call.tokens] = rows
             end = call.tokens.stop
         output[end:].zero_()

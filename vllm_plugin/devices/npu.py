@@ -67,10 +67,10 @@ class NpuParityWorker(Worker):
     def _node_rank(self) -> int:
         """Rank of this worker among all workers of the host, data-parallel replicas included."""
         parallel = self.parallel_config
-        replica = parallel.data_parallel_rank_local
+        replica: int | None = parallel.data_parallel_rank_local
         if replica is None or parallel.distributed_executor_backend in ("ray", "external_launcher"):
-            return self.local_rank
-        return self.local_rank + replica * parallel.world_size
+            return int(self.local_rank)
+        return int(self.local_rank + replica * parallel.world_size)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """One pass over a small batch loads the kernels before the first request; upstream's warm-up names CUDA."""

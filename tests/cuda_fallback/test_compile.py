@@ -1,0 +1,134 @@
+"""Every CUDA kernel compiles ahead of time for an H100 or H200 (sm_90a) as its op launches it: no GPU needed."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from npu_ops.contract import OP_STEMS, OpCase, all_contracts
+from npu_ops.fused_infer_attention import build_case
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_MEMORY = 227 * 1024
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+# Name, batch of (query length, key length), (heads, KV heads, dim, block size), dtype.
+MAIN_BATCHES = {"prefill": [(1024, 2048)], "decode": [(1, 64)] * 2, "split": [(1, 4096)]}
+ATTENTION = [
+    *((name, batch, (32, 8, 128, 128), torch.bfloat16) for name, batch in MAIN_BATCHES.items()),
+    ("prefill-contiguous", [(1024, 1024)], (32, 8, 128, 0), torch.bfloat16),
+    ("prefill-d256", [(64, 64)] * 4, (8, 2, 256, 16), torch.bfloat16),
+    ("prefill-d192", [(64, 64)], (6, 2, 192, 48), torch.float16),
+    ("prefill-d80", [(64, 64)], (3, 3, 80, 48), torch.float16),
+    ("prefill-fp32", [(64, 64)], (4, 2, 128, 16), torch.float32),
+    ("decode-fp32-d256", [(1, 64)], (8, 8, 256, 0), torch.float32),
+]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded kernel launch."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Launches of the ops called in a test, recorded instead of run."""
+    recorded: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        recorded.append(Launch(kernel, args, options))
+
+    for stem in OP_STEMS:
+        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record)
+    return recorded
+
+
+def compile_launch(call: Launch) -> tuple[int, int]:
+    """Compile as Triton's own launcher would specialise it; registers of a thread and bytes of spill stores."""
+    signature, constants, hints = {}, {}, {}
+    values = dict(zip(call.kernel.arg_names, call.args, strict=False)) | call.options
+    for index, parameter in enumerate(call.kernel.params):
+        name, value = parameter.name, values.pop(parameter.name)
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if value is None or parameter.is_constexpr or (special and value == 1):
+            signature[name], constants[name] = "constexpr", value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+        if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
+            hints[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=call.kernel, signature=signature, constexprs=constants, attrs=hints)
+    compiled = triton.compile(source, target=TARGET, options=values)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+    return assemble(compiled.asm["ptx"])
+
+
+def assemble(ptx: str) -> tuple[int, int]:
+    """Registers and spill bytes as ptxas reports them for the text of one kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [get_ptxas(TARGET.arch).path, "-v", "--gpu-name=sm_90a", "-o", f"{folder}/kernel.cubin", str(source)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) registers", report), re.search(r"(\d+) bytes spill stores", report)
+    assert registers and spills, report
+    return int(registers[1]), int(spills[1])
+
+
+def attention_case(batch: list[tuple[int, int]], shape: tuple[int, int, int, int], dtype: torch.dtype) -> OpCase:
+    return build_case("", batch, shape, {"sparse_mode": 3, "learnable_sink": torch.zeros(shape[0])}, "cpu", dtype, 0)
+
+
+@pytest.mark.parametrize(("name", "batch", "shape", "dtype"), ATTENTION, ids=[row[0] for row in ATTENTION])
+def test_attention(
+    name: str, batch: list[tuple[int, int]], shape: tuple[int, int, int, int], dtype: torch.dtype,
+    launches: list[Launch], record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
+    case = attention_case(batch, shape, dtype)
+    all_contracts()["fused_infer_attention"].provider("CUDA")(*case.args, **case.kwargs)
+    assert [call.kernel.fn.__name__ for call in launches] == (["_attend", "_merge"] if name == "split" else ["_attend"])
+    for call in launches:
+        registers, spills = compile_launch(call)
+        print(f"{name}: {registers} registers, {spills} bytes spilled")
+        record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
+        assert spills == 0
+
+
+def others() -> Iterator[tuple[str, OpCase]]:
+    """The last case of each size that the other ops' contracts name, in bf16."""
+    for name, contract in all_contracts().items():
+        if name != "fused_infer_attention":
+            wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32"}
+            for case in contract.cases("cpu", torch.bfloat16, 0):
+                if case.name in wanted:
+                    yield name, case
+
+
+OTHERS = list(others())
+
+
+@pytest.mark.parametrize(("name", "case"), OTHERS, ids=[f"{name}-{case.name}" for name, case in OTHERS])
+def test_other(name: str, case: OpCase, launches: list[Launch]) -> None:
+    all_contracts()[name].provider("CUDA")(*case.args, **case.kwargs)
+    (call,) = launches
+    registers, spills = compile_launch(call)
+    print(f"{name}: {registers} registers, {spills} bytes spilled")
+    assert spills == 0

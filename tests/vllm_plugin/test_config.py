@@ -1,0 +1,38 @@
+"""--additional-config and the environment variables."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_plugin import envs
+from vllm_plugin.config import ParityConfig
+
+
+def test_defaults():
+    assert ParityConfig.parse({}).fia_split == "auto"
+
+
+def test_vllms_own_key_is_let_through():
+    assert ParityConfig.parse({"gdn_prefill_backend": "x", "fia_split": "never"}).fia_split == "never"
+
+
+@pytest.mark.parametrize(
+    ("raw", "line"),
+    [
+        ({"fia_splt": "auto"}, "unknown key 'fia_splt'. Did you mean 'fia_split'? Known keys: fia_split."),
+        ({"enable_dsa_cp": True}, "unknown key 'enable_dsa_cp'. Did you mean 'fia_split'?"),
+        ({"fia_split": "maybe"}, "fia_split: Input should be 'auto', 'always' or 'never', got 'maybe'."),
+        ({"fia_split": None}, "fia_split: "),
+    ],
+)
+def test_refused(raw, line):
+    with pytest.raises(ValueError, match=r"^--additional-config: ") as error:
+        ParityConfig.parse(raw)
+    assert line in str(error.value)
+
+
+def test_variables_are_read_when_asked(monkeypatch):
+    monkeypatch.setenv("VLLM_NPU_PARITY_DEVICE", "cpu")
+    assert envs.as_vllm_variables()["VLLM_NPU_PARITY_DEVICE"]() == "cpu"
+    monkeypatch.delenv("VLLM_NPU_PARITY_DEVICE")
+    assert envs.DEVICE.get() == ""
