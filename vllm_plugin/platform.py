@@ -69,6 +69,8 @@ class AscendParityPlatform(Platform):
             cache.block_size = DEFAULT_BLOCK_SIZE
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = cls.worker_cls
+        # vLLM's own settings for the device, where our platform derives from vLLM's (the CPU).
+        super().check_and_update_config(vllm_config)
 
     @classmethod
     def get_attn_backend_cls(
@@ -86,6 +88,7 @@ class AscendParityPlatform(Platform):
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """Replace the slot-mapping kernel where no Triton compiles for the device."""
+        super().register_triton_kernel_overrides()
         from vllm.triton_utils import HAS_TRITON
 
         if not HAS_TRITON:
@@ -138,7 +141,7 @@ def _check_block_size(block_size: int) -> None:
 
 
 class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
-    """The reference device. Memory sizing, kernels and environment are those of vLLM's own CPU platform."""
+    """The reference device. Memory sizing, thread binding, kernels and environment are those of vLLM's own CPU platform."""
 
     _enum = PlatformEnum.OOT
     worker_cls = "vllm_plugin.devices.cpu.CpuParityWorker"
@@ -152,23 +155,6 @@ class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
         keeps away from torch.accelerator when it shuts down.
         """
         return not self.hosts_model
-
-    @classmethod
-    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Our checks, then vLLM's own CPU settings (process binding, memory, preloaded libraries)."""
-        AscendParityPlatform.check_and_update_config.__func__(cls, vllm_config)
-        CpuPlatform.check_and_update_config.__func__(cls, vllm_config)
-
-    @classmethod
-    def register_triton_kernel_overrides(cls) -> None:
-        """vLLM's C++ stand-ins for the speculative-decoding kernels, then our slot mapping over its own."""
-        CpuPlatform.register_triton_kernel_overrides.__func__(cls)
-        AscendParityPlatform.register_triton_kernel_overrides.__func__(cls)
-
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """As on every device: our backends accept what check_and_update_config let through."""
-        Platform.update_block_size_for_backend.__func__(cls, vllm_config)
 
     @classmethod
     def get_device_uuid(cls, device_id: int = 0) -> str:
