@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_plugin import envs
+from vllm_plugin import compat, envs
 
 DEVICES = ("auto", "npu", "cuda", "cpu", "virtual-npu")
 PLATFORMS: Mapping[str, str] = {
@@ -251,6 +251,7 @@ def activate() -> str | None:
     if device is None:
         return None
     os.environ[envs.DEVICE.name] = device
+    compat.name_the_cpu_build()
     # vLLM's second model runner needs an op of vllm._C for unified addressing, which only the CUDA build has.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return PLATFORMS[device]
