@@ -36,9 +36,7 @@ def pip(*arguments: str | Path, path: Path | None = None, **variables: str) -> N
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
     if done.returncode:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
-        raise RuntimeError(
-            f"{tail}\n\n`pip {arguments[0]}` failed: check that pip reaches a package index (pip config list)."
-        )
+        raise RuntimeError(f"{tail}\n\n`pip {arguments[0]}` failed: check that pip reaches a package index (pip config list).")
 
 
 def fetch() -> Path:

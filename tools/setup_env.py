@@ -99,7 +99,8 @@ def install_torch(requirements: list[str]) -> str:
 def separate_triton(requirements: list[str]) -> str:
     """Leave triton-ascend alone in the folder ``triton``, which plain triton (through xgrammar) owns as well."""
     pip("uninstall", "--yes", "triton", "triton-ascend")
-    pip("install", "--no-deps", *(line for line in requirements if line.startswith("triton-ascend")))
+    # It imports pybind11 without requiring it.
+    pip("install", "pybind11", *(line for line in requirements if line.startswith("triton-ascend")))
     return "plain triton taken out: both own the folder `triton`"
 
 
@@ -149,9 +150,7 @@ def steps(device: str, fresh: bool) -> list[tuple[str, Callable[[], str]]]:
 def main() -> int:
     """Set up the environment and print one line a step."""
     if not (3, 11) <= sys.version_info < (3, 14):
-        sys.exit(
-            f"Python 3.11, 3.12 or 3.13 is needed, this is {sys.version.split()[0]}. Try: python3.11 {sys.argv[0]}"
-        )
+        sys.exit(f"Python 3.11, 3.12 or 3.13 is needed, this is {sys.version.split()[0]}. Try: python3.11 {sys.argv[0]}")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=DEVICES, help="whose vLLM to install (default: the last one, at first cpu)")
     asked = parser.parse_args().device

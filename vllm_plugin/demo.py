@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 
 from vllm_plugin import selection
-from vllm_plugin.server import ProcessError, VllmServer, progress_bar
+from vllm_plugin.server import ProcessError, VllmServer, progress_bar, work_folder
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -33,8 +31,9 @@ START_TIMEOUT_S = 900.0
 # The demo model's cache takes 2 KiB a token: room for 64 K tokens, and the rest of the memory is left alone.
 DEMO_CACHE_BYTES = 128 << 20
 CHATS = ("What is paged attention?", "Name three prime numbers.", "Why is the sky blue?", "Say hello in Dutch.")
-# A chat gets one token to a chunk of the long prompt; this many outlast 16,000 tokens in chunks of 512.
-CHAT_TOKENS = 40
+# A chat gets one token to a chunk of the long prompt. This many outlast the 32 chunks of 512 tokens, and the time, many
+# steps of decoding alone, that the long request takes to get there.
+CHAT_TOKENS = 80
 LONG_TOKENS = 16
 PASSAGE = "The quick brown fox jumps over the lazy dog, and chunk by chunk the long prompt is read. "
 
@@ -74,21 +73,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's flags."""
     parser.add_argument("--device", choices=selection.DEVICES, default="auto", help="default: %(default)s")
     parser.add_argument("--model", help="a model that vLLM can serve; default: a small seeded one, written by the demo")
-    parser.add_argument("--prompt-tokens", type=int, default=16000, help="of the long prompt; default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=positive, default=16000, help="of the long prompt; default: %(default)s")
     parser.add_argument(
         "--chunks", type=_sizes, default=(512, 2048, 8192), help="of --max-num-batched-tokens; default: 512,2048,8192"
     )
     parser.add_argument("--dtype", help="default: float32, and bfloat16 on NPUs, whose attention has no float32")
 
 
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of at least 1 is required, got {text!r}")
+    return int(text)
+
+
 def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"sizes of at least 1 with commas between them are required, got {text!r}")
-    return sizes
+    return tuple(positive(part) for part in text.split(","))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,40 +97,51 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     device = selection.choose(args.device, selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
-    folder = Path(tempfile.mkdtemp(prefix="vllm-npu-parity-demo-"))
-    model = args.model or write_model(folder / "model", console)
-    [prompt] = prompts_of(model, [args.prompt_tokens])
-    flags = [
-        *("--served-model-name", SERVED_NAME, "--dtype", args.dtype or _dtype(device)),
-        *("--max-model-len", str(args.prompt_tokens + 512), "--no-enable-prefix-caching"),
-        *(() if args.model else ("--kv-cache-memory-bytes", str(DEMO_CACHE_BYTES))),
-    ]
+    prepare_imports()
     answers: dict[int, list[Answer]] = {}
     backends: set[str] = set()
-    for chunk in args.chunks:
-        log = folder / f"serve-{chunk}.log"
-        server = VllmServer(model, device, [*flags, "--max-num-batched-tokens", str(chunk)], log)
-        answers[chunk] = _serve(server, f"chunks of {chunk}", prompt, console)
-        backends.update(server.attention_backends())
+    with work_folder() as folder:
+        model = args.model or write_model(folder / "model", console)
+        prompt = _long_prompt(model, args.prompt_tokens)
+        flags = [
+            *("--served-model-name", SERVED_NAME, "--dtype", args.dtype or default_dtype([device])),
+            *("--max-model-len", str(args.prompt_tokens + 512), "--no-enable-prefix-caching"),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in memory_options(args.model, device).items()),
+        ]
+        for chunk in args.chunks:
+            log = folder / f"serve-{chunk}.log"
+            server = VllmServer(model, device, [*flags, "--max-num-batched-tokens", str(chunk)], log)
+            answers[chunk] = _serve(server, f"chunks of {chunk}", prompt, console)
+            backends.update(server.attention_backends())
     same = _compare(answers, console)
     named = ", ".join(sorted(backends)) or "none named"
     console.print(f"Attention backend in the server's log: [bold]{named}[/], device {device}.")
     console.print(f"The whole demo took {time.monotonic() - begin:.0f} s.")
-    shutil.rmtree(folder)
     return 0 if same else 1
 
 
-def _dtype(device: str) -> str:
-    # float32 leaves no room for ties, so the comparison can be exact.
-    return "bfloat16" if device in ("npu", "virtual-npu") else "float32"
-
-
-def write_model(folder: Path, console: Console) -> str:
-    """Write the small seeded model and return its path."""
+def prepare_imports() -> None:
+    """Settings that torch and transformers read when they are imported, unless the user has made them."""
     # The plugin loads torch_npu where an NPU is asked for; by itself, torch would load it and fail without CANN.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     # transformers shows a progress bar of its own for a file that is written in a tenth of a second.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def default_dtype(devices: Sequence[str]) -> str:
+    """float32, in which answers can be compared exactly; bfloat16 if there is an NPU, whose attention has no float32."""
+    return "bfloat16" if {"npu", "virtual-npu"} & set(devices) else "float32"
+
+
+def memory_options(model: str | None, device: str) -> dict[str, float]:
+    """vLLM's arguments for memory: little for the demo's model, and on a CPU not nearly all that the host has."""
+    if model is None:
+        return {"kv_cache_memory_bytes": DEMO_CACHE_BYTES}
+    return {"gpu_memory_utilization": 0.5} if device == "cpu" else {}
+
+
+def write_model(folder: Path, console: Console) -> str:
+    """Write the small seeded model and return its path."""
     with console.status("writing the model"):
         from vllm_plugin.demo_model import write_demo_checkpoint
 
@@ -141,10 +152,17 @@ def write_model(folder: Path, console: Console) -> str:
 
 
 def prompts_of(model: str, lengths: Sequence[int]) -> list[list[int]]:
-    """Token ids of English prompts of exactly these many tokens, no two of which are alike."""
+    """Token ids of English prompts of exactly these many tokens, no two of which are alike.
+
+    Raises:
+        argparse.ArgumentError: if the model has no tokenizer.
+    """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentError(None, f"no tokenizer of --model {model}: {str(error).splitlines()[0]}") from None
     once = len(tokenizer.encode(PASSAGE, add_special_tokens=False))
     prompts = []
     for first, length in enumerate(lengths):
@@ -154,7 +172,15 @@ def prompts_of(model: str, lengths: Sequence[int]) -> list[list[int]]:
     return prompts
 
 
-def _serve(server: VllmServer, title: str, prompt: list[int], console: Console) -> list[Answer]:
+def _long_prompt(model: str, length: int) -> str:
+    """Text of at least ``length`` tokens. As token ids it would take a second to get through JSON and its validation."""
+    from transformers import AutoTokenizer
+
+    [ids] = prompts_of(model, [length])
+    return str(AutoTokenizer.from_pretrained(model).decode(ids))
+
+
+def _serve(server: VllmServer, title: str, prompt: str, console: Console) -> list[Answer]:
     """Answers of one server's life, with its table printed."""
     with server:
         seconds = server.wait(f"vllm serve, {title}", server.healthy, console, START_TIMEOUT_S)
@@ -170,11 +196,11 @@ def _serve(server: VllmServer, title: str, prompt: list[int], console: Console) 
     console.print(_table(answers))
     long = answers[0]
     during = sum(long.sent < moment < long.arrivals[0] for chat in answers[1:] for moment in chat.arrivals)
-    console.print(f"While the long prompt was prefilled, the chats went on decoding: {during} tokens.")
+    console.print(f"Until the long prompt's first token, the chats received {during} tokens.")
     return answers
 
 
-def _ask(url: str, prompt: list[int], console: Console) -> list[Answer]:
+def _ask(url: str, prompt: str, console: Console) -> list[Answer]:
     """Send everything through the official client: the long prompt as soon as every chat has its first token."""
     counts = (BarColumn(20), MofNCompleteColumn(), TextColumn("tokens received"), TimeElapsedColumn())
     with progress_bar(*counts, console=console) as progress:
@@ -182,7 +208,7 @@ def _ask(url: str, prompt: list[int], console: Console) -> list[Answer]:
         return asyncio.run(_requests(url, prompt, lambda: progress.advance(task)))
 
 
-async def _requests(url: str, prompt: list[int], on_token: Callable[[], None]) -> list[Answer]:
+async def _requests(url: str, prompt: str, on_token: Callable[[], None]) -> list[Answer]:
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0) as client:
@@ -216,7 +242,7 @@ async def _chat(client: AsyncOpenAI, text: str) -> AsyncIterator[Any]:
         yield part
 
 
-async def _completion(client: AsyncOpenAI, prompt: list[int]) -> AsyncIterator[Any]:
+async def _completion(client: AsyncOpenAI, prompt: str) -> AsyncIterator[Any]:
     stream = await client.completions.create(
         model=SERVED_NAME,
         prompt=prompt,

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_plugin import selection
-from vllm_plugin.demo import DEMO_CACHE_BYTES, prompts_of, write_model
-from vllm_plugin.server import ChildProcess, child_environment
+from vllm_plugin.demo import default_dtype, memory_options, positive, prepare_imports, prompts_of, write_model
+from vllm_plugin.server import ChildProcess, child_environment, work_folder
 
 ORACLE = "transformers"
 # fp32: sums in another order, with room for deep models. 16 bit: each logit, of size 10, is rounded by 2^-9 (bf16) or 2^-12
@@ -97,29 +95,43 @@ def compare(base: Answer, other: Answer, dtype: str, tolerance: float) -> Compar
     return Comparison(equal, worst, faults)
 
 
-def report(columns: Mapping[str, Sequence[Answer]], lengths: Sequence[int], dtype: str, tolerance: float,
-           console: Console) -> bool:  # fmt: skip
-    """Print the table and every fault; whether there is none. The first column is the base."""
-    base, *others = columns
-    table = Table(title=f"Parity with {base}, {dtype}, tolerance {tolerance:g}", title_justify="left")
+@dataclass(frozen=True)
+class Run:
+    """Everything that was asked and answered; written by --json as it is. The first column is the base."""
+
+    model: str
+    dtype: str
+    tolerance: float
+    prompts: list[list[int]]
+    columns: dict[str, list[Answer]]
+
+
+def conclude(run: Run, file: Path | None, console: Console) -> int:
+    """Print the table and every fault, write ``file`` if there is one, and return the exit status."""
+    base, *others = run.columns
+    table = Table(title=f"Parity with {base}, {run.dtype}, tolerance {run.tolerance:g}", title_justify="left")
     table.add_column("prompt tokens", justify="right")
     for name in others:
         table.add_column(f"{name}: equal tokens", justify="right")
         table.add_column("worst logprob difference", justify="right")
     faults = []
-    for index, length in enumerate(lengths):
-        row = [f"{length:,}"]
+    for index, prompt in enumerate(run.prompts):
+        row = [f"{len(prompt):,}"]
         for name in others:
-            result = compare(columns[base][index], columns[name][index], dtype, tolerance)
-            row += [f"{result.equal}/{len(columns[base][index].tokens)}", f"{result.worst:.1e}"]
-            faults += [f"{name}, prompt {index + 1} ({length} tokens): {fault}" for fault in result.faults]
+            expected = run.columns[base][index]
+            result = compare(expected, run.columns[name][index], run.dtype, run.tolerance)
+            row += [f"{result.equal}/{len(expected.tokens)}", f"{result.worst:.1e}"]
+            faults += [f"{name}, prompt {index + 1} ({len(prompt)} tokens): {fault}" for fault in result.faults]
         table.add_row(*row)
     console.print(table)
     for fault in faults:
         console.print(f"[bold red]differs[/] {fault}", highlight=False, soft_wrap=True)
     verdict = "[bold red]No parity.[/]" if faults else "[bold green]Parity.[/]"
     console.print(f"{verdict} {', '.join(others)} against {base}: {len(faults)} faults.")
-    return not faults
+    if file:
+        file.write_text(json.dumps({"parity": not faults, "faults": faults, **asdict(run)}, indent=1))
+        console.print(f"Written to {file}")
+    return 1 if faults else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,16 +141,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: a small seeded one")
     parser.add_argument("--oracle", choices=[ORACLE], help="a further column that is no device")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write tokens, logprobs and the result there")
-    parser.add_argument("--prompts", type=_positive, default=8, help="number of prompts; default: %(default)s")
-    parser.add_argument("--max-tokens", type=_positive, default=16, help="tokens of each answer; default: %(default)s")
-    parser.add_argument("--dtype", choices=sorted(TOLERANCES), default="float32", help="default: %(default)s")
+    parser.add_argument("--prompts", type=positive, default=8, help="number of prompts; default: %(default)s")
+    parser.add_argument("--max-tokens", type=positive, default=16, help="tokens of each answer; default: %(default)s")
+    parser.add_argument("--dtype", choices=sorted(TOLERANCES), help="default: float32, with an NPU bfloat16")
     parser.add_argument("--tolerance", type=float, help=f"of a logprob; default by dtype: {dict(TOLERANCES)}")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number of at least 1 is required, got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -149,31 +155,25 @@ def run(args: argparse.Namespace) -> int:
     if len(set(names)) < len(names) or len(names) < 2:
         wanted = f"at least two different columns are compared: two --devices, or one and --oracle {ORACLE}"
         raise argparse.ArgumentError(None, wanted)
-    tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
-    folder = Path(tempfile.mkdtemp(prefix="vllm-npu-parity-"))
-    model = args.model or write_model(folder / "model", console)
-    # Token ids, so that every column reads the same, whatever its tokenizer would add.
-    prompts = prompts_of(model, [LENGTHS[index % len(LENGTHS)] for index in range(args.prompts)])
+    prepare_imports()
+    dtype = args.dtype or default_dtype(devices)
+    tolerance = TOLERANCES[dtype] if args.tolerance is None else args.tolerance
     columns: dict[str, list[Answer]] = {}
-    for name in names:
-        job = {
-            "model": model,
-            "prompts": prompts,
-            "forced": [answer.tokens for answer in columns[names[0]]] if columns else [],
-            "max_tokens": args.max_tokens,
-            "dtype": args.dtype,
-            "cache_bytes": None if args.model else DEMO_CACHE_BYTES,
-        }
-        columns[name] = _column(name, job, folder, console)
-    same = report(columns, [len(prompt) for prompt in prompts], args.dtype, tolerance, console)
-    if args.json:
-        result = {"parity": same, "model": args.model or "demo", "dtype": args.dtype, "tolerance": tolerance,
-                  "base": names[0], "prompts": prompts}  # fmt: skip
-        answers = {name: [asdict(answer) for answer in column] for name, column in columns.items()}
-        args.json.write_text(json.dumps({**result, "columns": answers}, indent=1))
-        console.print(f"Written to {args.json}")
-    shutil.rmtree(folder)
-    return 0 if same else 1
+    with work_folder() as folder:
+        model = args.model or write_model(folder / "model", console)
+        # Token ids, so that every column reads the same, whatever its tokenizer would add.
+        prompts = prompts_of(model, [LENGTHS[index % len(LENGTHS)] for index in range(args.prompts)])
+        for name in names:
+            job = {
+                "model": model,
+                "prompts": prompts,
+                "forced": [answer.tokens for answer in columns[names[0]]] if columns else [],
+                "max_tokens": args.max_tokens,
+                "dtype": dtype,
+                "memory": memory_options(args.model, name),
+            }
+            columns[name] = _column(name, job, folder, console)
+    return conclude(Run(args.model or "demo", dtype, tolerance, prompts, columns), args.json, console)
 
 
 def _device(name: str) -> str:
@@ -209,7 +209,7 @@ def answer_with_vllm(job: Mapping[str, Any]) -> list[Answer]:
         max_model_len=longest,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=len(job["prompts"]),
-        kv_cache_memory_bytes=job["cache_bytes"],
+        **job["memory"],
         enable_prefix_caching=False,
         seed=0,
     )

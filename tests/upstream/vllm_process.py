@@ -1,4 +1,4 @@
-"""pytest plugin for the runs of vLLM's tests: what a vLLM process has that a bare test process lacks."""
+"""pytest plugin for the runs of vLLM's tests: what a vLLM worker process has that a bare test process lacks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 
 
 def pytest_sessionstart() -> None:
-    """Load the general plugins, as every process of vLLM does first: they register attention backends and layers."""
+    """Load the general plugins and apply the platform's Triton overrides, as every worker of vLLM does first."""
+    from vllm.platforms import current_platform
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    current_platform.register_triton_kernel_overrides()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,10 +11,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_plugin import hooks
 from vllm_plugin.attention.fia import AscendFiaMetadata, AscendFiaMetadataBuilder, splitting_pays
 
-hooks.register()
 BLOCK_SIZE = 16
 DEVICE = torch.device(current_platform.device_type)
 

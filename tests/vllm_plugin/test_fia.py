@@ -17,9 +17,9 @@ from vllm_plugin.attention.fia import half_pages, split_page_halves, splitting_p
         ("always", 1, 1, True),
         ("always", 0, 100, False),
         ("always", 100, 0, False),
-        ("auto", 2048, 64, True),
-        ("auto", 2047, 64, False),
-        ("auto", 2048, 63, False),
+        ("auto", 8192, 1024, True),
+        ("auto", 8191, 1024, False),
+        ("auto", 8192, 1023, False),
         ("auto", 0, 8192, False),
     ],
 )

@@ -27,7 +27,11 @@ def select_backend(selected: Any, config: AttentionSelectorConfig, capability: D
     """
     from vllm.logger import init_logger
 
+    from vllm_plugin import hooks
     from vllm_plugin.attention.fia import AscendFiaBackend
+
+    # vLLM looks the backend up by name; a script that builds a layer without an engine has not loaded general plugins.
+    hooks.register()
 
     if selected is not None and selected.name not in BACKENDS:
         raise ValueError(f"--attention-backend {selected.name} is not one of ours. Choose one of: {', '.join(BACKENDS)}.")

@@ -42,9 +42,10 @@ from vllm_plugin.config import ParityConfig
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# `fia_split: auto`: below these sizes one side is done before a second launch has started.
-SPLIT_MIN_DECODE_KEYS = 2048
-SPLIT_MIN_PREFILL_TOKENS = 64
+# `fia_split: auto`. On an H200 two calls were as fast or faster from these sizes on, up to five times, and slower below them
+# (benchmarks/results/h200_fia_split.json). Not measured on an NPU.
+SPLIT_MIN_DECODE_KEYS = 8192
+SPLIT_MIN_PREFILL_TOKENS = 1024
 
 
 class AscendFiaBackend(AttentionBackend):
@@ -149,7 +150,7 @@ class AscendFiaMetadata:
 def splitting_pays(mode: str, decode_keys: int, prefill_tokens: int) -> bool:
     """Whether decodes and prefills run as two calls.
 
-    ``auto``: when the decodes read at least 2,048 keys and the prefills bring at least 64 tokens.
+    ``auto``: when the decodes read at least 8,192 keys and the prefills bring at least 1,024 tokens.
     """
     if mode == "never" or decode_keys == 0 or prefill_tokens == 0:
         return False
