@@ -67,8 +67,8 @@ def _places(lengths: Sequence[int], firsts: Sequence[int], rows: int) -> tuple[T
 def assert_as_exact_as_pytorch(case: OpCase, results: Sequence[Tensor]) -> None:
     """Equal NaN and inf masks; at most twice the error of plain PyTorch in the same dtype; a tight LSE.
 
-    The floor of four units in the last place is for rows of one or two keys, where plain PyTorch may be exact by chance: a
-    GPU's exp2 and division are good to two units each.
+    The floor of eight units in the last place is for rows of few keys, where plain PyTorch may be exact by chance: a GPU takes
+    exp2 of scores scaled by log2(e), and each of these steps rounds.
     """
     out, lse = (x.cpu().double() for x in results)
     dtype = case.args[0].dtype
@@ -77,7 +77,7 @@ def assert_as_exact_as_pytorch(case: OpCase, results: Sequence[Tensor]) -> None:
     assert torch.equal(out.isfinite(), exact.isfinite()), case.name
     assert torch.equal(lse.isinf(), exact_lse.isinf()), case.name
     if out.numel():
-        allowed = 2 * (plain.double() - exact).abs().max() + 4 * torch.finfo(dtype).eps * exact.abs().max()
+        allowed = 2 * (plain.double() - exact).abs().max() + 8 * torch.finfo(dtype).eps * exact.abs().max()
         assert (out - exact).abs().max() <= allowed, case.name
     torch.testing.assert_close(lse, exact_lse, atol=2e-5, rtol=1e-5, msg=lambda text: f"{case.name}: LSE: {text}")
 
