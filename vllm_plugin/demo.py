@@ -88,7 +88,10 @@ def positive(text: str) -> int:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(positive(part) for part in text.split(","))
+    sizes = tuple(dict.fromkeys(positive(part) for part in text.split(",")))
+    if len(sizes) < 2:
+        raise argparse.ArgumentTypeError(f"at least two different sizes are compared, got {text!r}")
+    return sizes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -190,9 +193,11 @@ def _serve(server: VllmServer, title: str, prompt: str, console: Console) -> lis
         except Exception as error:
             from openai import OpenAIError
 
-            if not isinstance(error, OpenAIError):
+            # A task group raises groups; the first of its errors says enough, the server's log the rest.
+            first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+            if not isinstance(first, OpenAIError):
                 raise
-            raise server.failure(f"{title}: the server refused or dropped a request: {error}") from None
+            raise server.failure(f"{title}: the server refused or dropped a request: {first}") from None
     console.print(_table(answers))
     long = answers[0]
     during = sum(long.sent < moment < long.arrivals[0] for chat in answers[1:] for moment in chat.arrivals)

@@ -150,6 +150,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run all columns, print and write the comparison, and return 0 if it is within the tolerance."""
     console = Console()
+    if args.json is not None and not args.json.parent.is_dir():
+        raise argparse.ArgumentError(None, f"--json: an existing folder is required, got {str(args.json.parent)!r}")
     devices = [_device(name) for name in args.devices.split(",")]
     names = [*devices, *([args.oracle] if args.oracle else [])]
     if len(set(names)) < len(names) or len(names) < 2:
@@ -178,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _device(name: str) -> str:
     """The device, or the one line why it cannot be served."""
+    if not name:
+        raise argparse.ArgumentError(None, "--devices: names separated by commas are required, got an empty one")
     device = selection.choose(selection.requested([], {"VLLM_NPU_PARITY_DEVICE": name}), selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
     return device

@@ -14,6 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 from npu_ops import device as devices
+from npu_ops.fused_infer_attention import BLOCK_SIZES
 from vllm_plugin import envs, selection
 from vllm_plugin.config import ParityConfig
 
@@ -32,6 +33,8 @@ class AscendParityPlatform(Platform):
     _enum = PlatformEnum.OOT
     simple_compile_backend = "eager"
     worker_cls: str
+    # Block sizes of the paged cache that the device's FIA takes.
+    kernel_block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
@@ -132,8 +135,6 @@ class AscendParityPlatform(Platform):
 
 
 def _check_block_size(block_size: int) -> None:
-    from npu_ops.fused_infer_attention import BLOCK_SIZES
-
     if block_size not in BLOCK_SIZES:
         raise ValueError(
             f"--block-size: a size of 16 to 256 in steps of 16 is required, got {block_size}. Use --block-size 128."
@@ -253,6 +254,8 @@ class NpuParityPlatform(_AcceleratorPlatform):
     dist_backend = "hccl"
     device_control_env_var = "ASCEND_RT_VISIBLE_DEVICES"
     worker_cls = "vllm_plugin.devices.npu.NpuParityWorker"
+    # Prefill wants multiples of 128 on Ascend.
+    kernel_block_sizes = tuple(size for size in BLOCK_SIZES if size % DEFAULT_BLOCK_SIZE == 0)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -261,7 +264,7 @@ class NpuParityPlatform(_AcceleratorPlatform):
         vllm_config.scheduler_config.async_scheduling = False
         if vllm_config.speculative_config is not None:
             raise ValueError("speculative decoding is not supported on npu yet. Start vLLM without --speculative-config.")
-        if vllm_config.cache_config.block_size % DEFAULT_BLOCK_SIZE:
+        if vllm_config.cache_config.block_size not in cls.kernel_block_sizes:
             raise ValueError(
                 "--block-size: Ascend's FIA requires a multiple of 128 for prefill, got "
                 f"{vllm_config.cache_config.block_size}. Use --block-size 128."

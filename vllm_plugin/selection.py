@@ -156,16 +156,30 @@ def requested(argv: Sequence[str], environ: Mapping[str, str]) -> str | None:
 
 
 def _flag(argv: Sequence[str]) -> str | None:
-    # Other programs have a --device of their own: only a vLLM command line is read.
-    ours = (Path(word).name == "vllm" or word.startswith("vllm.") or "/vllm/" in word for word in argv[:6])
+    # Other programs have a --device of their own: only a vLLM command line is read. argv[0] is the interpreter.
+    ours = (Path(w).name == "vllm" or w.startswith("vllm.entrypoints") or "/vllm/entrypoints/" in w for w in argv[1:6])
     if not any(ours):
         return None
+    return _last_value(argv, "--device") or _of_config_file(_last_value(argv, "--config"))
+
+
+def _last_value(argv: Sequence[str], name: str) -> str | None:
+    """Value of an option; of several the last, as argparse does."""
+    value = None
     for index, word in enumerate(argv):
-        if word == "--device" and index + 1 < len(argv):
-            return argv[index + 1]
-        if word.startswith("--device="):
-            return word.partition("=")[2]
-    return None
+        if word == name and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+    return value
+
+
+def _of_config_file(path: str | None) -> str | None:
+    """The line ``device: NAME`` of vLLM's --config file. YAML's parser is not in the standard library; one line needs none."""
+    if path is None or not Path(path).is_file():
+        return None
+    found = re.search(r"""^device:\s*["']?([\w-]+)""", Path(path).read_text(), re.MULTILINE)
+    return found[1] if found else None
 
 
 def choose(asked: str | None, machine: Machine) -> str | None:

@@ -200,9 +200,9 @@ def work_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="vllm-npu-parity-"))
     try:
         yield folder
-    except ProcessError:
+    except Exception:
         raise
-    except BaseException:
+    except BaseException:  # interrupted: nobody will read the logs
         shutil.rmtree(folder)
         raise
     shutil.rmtree(folder)

@@ -73,9 +73,12 @@ class EngineHost:
         max_tokens: int | Sequence[int],
         chunk: int | None = None,
         keep_cache: bool = False,
+        seed: int | None = None,
     ) -> list[Completion]:
-        """Greedy continuations of one batch, at most ``chunk`` tokens to a step."""
-        answers = self._call("generate", prompts=list(prompts), max_tokens=max_tokens, chunk=chunk, keep_cache=keep_cache)
+        """Continuations of one batch, at most ``chunk`` tokens to a step; greedy, or sampled with ``seed``."""
+        answers = self._call(
+            "generate", prompts=list(prompts), max_tokens=max_tokens, chunk=chunk, keep_cache=keep_cache, seed=seed
+        )
         return [Completion(**answer) for answer in answers]
 
     def metric(self, name: str) -> float:

@@ -53,9 +53,14 @@ class Host:
             gc.collect()
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int | list[int], chunk: int | None = None, keep_cache: bool = False
+        self,
+        prompts: list[list[int]],
+        max_tokens: int | list[int],
+        chunk: int | None = None,
+        keep_cache: bool = False,
+        seed: int | None = None,
     ) -> list[dict[str, Any]]:
-        """Greedy continuations of all prompts in one batch, at most ``chunk`` tokens to a step."""
+        """Continuations of all prompts in one batch, at most ``chunk`` tokens to a step; greedy, or sampled with ``seed``."""
         from vllm import SamplingParams
 
         scheduler = self._engine_core().scheduler
@@ -64,7 +69,8 @@ class Host:
         if not keep_cache:
             assert self.llm.reset_prefix_cache(), "the prefix cache is emptied between runs"
         counts = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
-        params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, logprobs=0) for n in counts]
+        chosen = {"temperature": 0.0} if seed is None else {"temperature": 1.0, "seed": seed}
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, **chosen) for n in counts]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         scheduler.max_num_scheduled_tokens = default
         return [

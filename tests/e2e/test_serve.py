@@ -55,7 +55,7 @@ def test_serves_completions_through_ascend_fia(device, model, tmp_path):
     ],
     ids=["device", "block-size"],
 )
-def test_refuses_in_one_line(model, arguments, line):
+def test_refusal_holds_one_line_that_says_why(model, arguments, line):
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_NPU_PARITY_DEVICE"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -97,7 +97,10 @@ def test_refusal_names_problem_and_remedy(asked, machine, problem, remedy):
         (["python", "/x/site-packages/vllm/entrypoints/cli/main.py", "serve", "--device=cpu"], {}, "cpu"),
         (["python", "/usr/bin/vllm", "serve"], {"VLLM_NPU_PARITY_DEVICE": "cpu"}, "cpu"),
         (["python", "/usr/bin/vllm", "--device", "npu"], {"VLLM_NPU_PARITY_DEVICE": "cpu"}, "npu"),
+        (["python", "/usr/bin/vllm", "serve", "--device", "cpu", "--device=npu"], {}, "npu"),
         # Somebody else's --device.
+        (["/home/me/vllm/.venv/bin/python", "train.py", "--device", "cuda:0"], {}, None),
+        (["python", "/home/me/vllm/examples/run.py", "--device", "cuda"], {}, None),
         (["python", "train.py", "--device", "cuda"], {}, None),
         (["python", "-m", "pytest", "--device", "cpu"], {}, None),
         (["python", "-c", "import vllm"], {"VLLM_NPU_PARITY_DEVICE": ""}, None),
@@ -105,6 +108,15 @@ def test_refusal_names_problem_and_remedy(asked, machine, problem, remedy):
 )
 def test_requested(argv, environ, device):
     assert requested(argv, environ) == device
+
+
+def test_device_of_a_config_file(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("model: m\n# device: npu\ndevice: 'cpu'\n")
+    command = ["python", "/usr/bin/vllm", "serve", "--config", str(file)]
+    assert requested(command, {}) == "cpu"
+    assert requested([*command, "--device", "npu"], {}) == "npu"
+    assert requested([*command[:-1], str(tmp_path / "missing.yaml")], {}) is None
 
 
 def test_unknown_device():

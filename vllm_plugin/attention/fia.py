@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -29,7 +30,6 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from npu_ops.fused_infer_attention import (
-    BLOCK_SIZES,
     DTYPES,
     HEAD_DIMS,
     SPARSE_BAND,
@@ -72,8 +72,8 @@ class AscendFiaBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        """16 to 256 in steps of 16; vLLM splits larger blocks into these."""
-        return list(BLOCK_SIZES)
+        """What the platform's FIA takes; vLLM splits larger blocks into these."""
+        return list(current_platform.kernel_block_sizes)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -89,6 +89,11 @@ class AscendFiaBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Layers outermost: only then are a layer's pages one run of memory."""
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """No: Ascend's FIA and the CPU reference take the query lengths from the host."""
+        return False
 
     @classmethod
     def supports_sink(cls) -> bool:
