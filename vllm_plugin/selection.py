@@ -6,7 +6,9 @@ import ctypes.util
 import functools
 import json
 import os
+import platform
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from npu_ops.virtual_npu.settings import SWITCH
 from vllm_plugin import compat, envs
 
 DEVICES = ("auto", "npu", "cuda", "cpu", "virtual-npu")
@@ -27,6 +30,8 @@ PLATFORMS: Mapping[str, str] = {
 }
 # The CANN libraries that torch_npu links against (its DT_NEEDED entries).
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so", "libgraph.so")
+# What the virtual NPU's stand-in runtime is compiled with.
+BUILD_TOOLS = ("gcc", "nm", "readelf")
 
 
 class DeviceError(Exception):
@@ -43,7 +48,8 @@ class Machine:
     missing_cann: tuple[str, ...]
     shadow: str | None
     plugins: str | None
-    virtual_npu: bool
+    machine: str = "x86_64"
+    missing_tools: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Machine:
@@ -56,7 +62,8 @@ class Machine:
             missing_cann=tuple(name for name in CANN_LIBRARIES if not _library_exists(name)),
             shadow=shadowing_folder(),
             plugins=os.environ.get("VLLM_PLUGINS"),
-            virtual_npu=find_spec("npu_ops.virtual_npu") is not None,
+            machine=platform.machine(),
+            missing_tools=tuple(name for name in BUILD_TOOLS if shutil.which(name) is None),
         )
 
 
@@ -235,10 +242,15 @@ def _check_cuda(machine: Machine) -> None:
 
 
 def _check_virtual_npu(machine: Machine) -> None:
-    if not machine.virtual_npu:
-        raise DeviceError("the virtual NPU is not part of this release. Choose --device cpu.")
     if "torch_npu" not in machine.distributions:
         raise DeviceError("device virtual-npu needs torch_npu. Run: pip install --no-deps 'torch_npu==2.13.*'")
+    if machine.machine != "x86_64":
+        raise DeviceError(f"device virtual-npu needs an x86-64 machine, this is {machine.machine}. Choose --device cpu.")
+    if machine.missing_tools:
+        raise DeviceError(
+            f"device virtual-npu compiles a stand-in runtime and needs {', '.join(machine.missing_tools)}. "
+            "Run: apt-get install gcc binutils"
+        )
 
 
 @functools.cache
@@ -251,6 +263,9 @@ def activate() -> str | None:
     if device is None:
         return None
     os.environ[envs.DEVICE.name] = device
+    if device == "virtual-npu":
+        # For npu_ops, which knows nothing of vLLM: from here on, in this process and its children, NPU means the virtual one.
+        os.environ[SWITCH.name] = "1"
     compat.name_the_cpu_build()
     # vLLM's second model runner needs an op of vllm._C for unified addressing, which only the CUDA build has.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
