@@ -18,7 +18,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from npu_ops.virtual_npu.settings import SWITCH
 from vllm_plugin import compat, envs
 
 DEVICES = ("auto", "npu", "cuda", "cpu", "virtual-npu")
@@ -189,7 +188,9 @@ def choose(asked: str | None, machine: Machine) -> str | None:
     if device == "auto":
         device = "npu" if machine.npus else "cuda" if machine.gpus else "cpu"
     _check_common(device, machine)
-    if device == "npu":
+    if device == "cpu":
+        _check_cpu(machine)
+    elif device == "npu":
         _check_npu(machine)
     elif device == "cuda":
         _check_cuda(machine)
@@ -210,6 +211,14 @@ def _check_common(device: str, machine: Machine) -> None:
     for row in supported_versions():
         if device in row["devices"] and (problem := version_problem(row, machine.distributions)):
             raise DeviceError(problem)
+
+
+def _check_cpu(machine: Machine) -> None:
+    if "torch_npu" in machine.distributions and machine.missing_cann:
+        raise DeviceError(
+            f"torch_npu is installed, but CANN's {machine.missing_cann[0]} is not found, so transformers and vLLM do not load. "
+            "Run: pip uninstall torch_npu, or choose --device virtual-npu."
+        )
 
 
 def _check_npu(machine: Machine) -> None:
@@ -264,12 +273,21 @@ def activate() -> str | None:
         return None
     os.environ[envs.DEVICE.name] = device
     if device == "virtual-npu":
-        # For npu_ops, which knows nothing of vLLM: from here on, in this process and its children, NPU means the virtual one.
-        os.environ[SWITCH.name] = "1"
+        _enable_virtual_npu()
     compat.name_the_cpu_build()
     # vLLM's second model runner needs an op of vllm._C for unified addressing, which only the CUDA build has.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return PLATFORMS[device]
+
+
+def _enable_virtual_npu() -> None:
+    """Now rather than when an NPU is asked for: transformers, which vLLM imports next, loads torch_npu if it is installed."""
+    from npu_ops import virtual_npu
+
+    try:
+        virtual_npu.enable()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"vllm-npu-parity: {error}") from None
 
 
 def active() -> bool:

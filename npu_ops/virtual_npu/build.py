@@ -25,7 +25,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "cann"
 MAIN = "libascendcl.so"
 # Opened by name at run time, so that no ELF header lists them.
-OPENED = ("libopapi.so", "libruntime.so", "libnnopbase.so", "libmsprofiler.so", "libascend_dump.so")
+OPENED = ("libopapi.so", "libhcomm.so", "libruntime.so", "libnnopbase.so", "libmsprofiler.so", "libascend_dump.so")
 SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1",
           "ld-linux-x86-64.so.2")  # fmt: skip
 TOOLS = ("gcc", "nm", "readelf")

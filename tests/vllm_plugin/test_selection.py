@@ -77,6 +77,7 @@ def test_choice(asked, machine, device):
         ("cuda", having(GPU, vllm="0.33.0"), "vllm 0.33.0", "pip install 'vllm>=0.32,<0.33'"),
         ("npu", having(NPU, torch_npu="2.10.0.post4"), "torch_npu 2.10.0.post4", ">=2.13,<2.14"),
         ("cpu", replace(PLAIN, shadow="/home/me/vllm"), "/home/me/vllm hides", "another working directory"),
+        ("cpu", having(PLAIN, torch_npu="2.13.0"), "libascendcl.so is not found, so transformers", "--device virtual-npu"),
         ("virtual-npu", PLAIN, "needs torch_npu", "pip install --no-deps"),
         ("virtual-npu", replace(NPU, machine="aarch64"), "needs an x86-64 machine, this is aarch64", "--device cpu"),
         ("virtual-npu", replace(NPU, missing_tools=("gcc",)), "needs gcc", "apt-get install gcc binutils"),

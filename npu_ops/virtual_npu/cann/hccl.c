@@ -451,12 +451,44 @@ int HcclBatchSendRecv(Item *items, uint32_t count, Comm *comm, void *stream) {
     return result;
 }
 
+/* Between GroupStart and GroupEnd transfers wait, and then move together. */
+static _Thread_local struct { int depth; uint32_t count; struct { Item item; Comm *comm; } waiting[1024]; } group;
+
+int HcclGroupStart(void) {
+    group.depth++;
+    return OK;
+}
+
+int HcclGroupEnd(void) {
+    if (!group.depth || --group.depth) return OK;
+    int result = OK;
+    while (group.count && !result) {  /* one communicator after the other */
+        static _Thread_local Item batch[1024];
+        Comm *comm = group.waiting[0].comm;
+        uint32_t taken = 0, left = 0;
+        for (uint32_t i = 0; i < group.count; i++) {
+            if (group.waiting[i].comm == comm) batch[taken++] = group.waiting[i].item;
+            else group.waiting[left++] = group.waiting[i];
+        }
+        group.count = left;
+        result = HcclBatchSendRecv(batch, taken, comm, NULL);
+    }
+    group.count = 0;
+    return result;
+}
+
+static int transfer(Item item, Comm *comm) {
+    if (!group.depth) return HcclBatchSendRecv(&item, 1, comm, NULL);
+    if (group.count == 1024) return NOT_SUPPORTED;
+    group.waiting[group.count].item = item;
+    group.waiting[group.count++].comm = comm;
+    return OK;
+}
+
 int HcclSend(void *buffer, uint64_t count, int type, uint32_t peer, Comm *comm, void *stream) {
-    Item item = {0, buffer, count, type, peer};
-    return HcclBatchSendRecv(&item, 1, comm, stream);
+    return transfer((Item){0, buffer, count, type, peer}, comm);
 }
 
 int HcclRecv(void *buffer, uint64_t count, int type, uint32_t peer, Comm *comm, void *stream) {
-    Item item = {1, buffer, count, type, peer};
-    return HcclBatchSendRecv(&item, 1, comm, stream);
+    return transfer((Item){1, buffer, count, type, peer}, comm);
 }

@@ -1,9 +1,13 @@
-/* The operator library's side: aclnn parameter handles that remember what they were made of, and a recorder of calls.
+/* The recorder of operator calls.
  *
  * Every aclnn...GetWorkspaceSize symbol of stubs.c jumps to aclnn_entry below, which keeps the argument registers and hands
  * them to record_call. The prototypes of those functions are not known here, but the calling convention is: six integer
  * registers, eight floating-point registers, then the stack. Each call ends with two addresses of zeroed variables of the
  * caller (workspace size and executor); they mark the end of the arguments.
+ *
+ * Nothing is executed by those functions. While calls are recorded they succeed, because values come from elsewhere. At any
+ * other time an operator call means that torch_npu wants something computed past PyTorch's dispatcher: native.c computes
+ * what it knows, and the rest fails by name, because success would leave garbage in the result.
  */
 #define _GNU_SOURCE
 #include <inttypes.h>
@@ -15,7 +19,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "runtime.h"
+#include "acl/acl_op_compiler.h"
+#include "aclnn.h"
 
 #if !defined(__x86_64__)
 #error "the recorder is written for the x86-64 calling convention"
@@ -47,23 +52,14 @@ __asm__(
     "  mov %rsp, %rsi\n"
     "  lea 48(%rsp), %rdx\n"
     "  lea 16(%rbp), %rcx\n"      /* past the saved rbp and the return address */
-    "  call record_call\n"
-    "  xor %eax, %eax\n"
+    "  call operator_call\n"
     "  leave\n"
     "  ret\n");
 
-#define MAGIC UINT64_C(0x76697274756e7075)
 #define MAX_ARGUMENTS 128
 
-typedef struct Handle {
-    uint64_t magic;
-    char *json;
-    struct Handle **members;  /* of a list, which owns them */
-    uint64_t count;
-} Handle;
-
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int recording;
+int recording;
 static char *text;  /* recorded calls, one JSON object to a line */
 static size_t length, room;
 
@@ -115,7 +111,7 @@ static int as_text(uintptr_t address, char *to) {
 static void one(long value) {
     Handle handle;
     char string[64];
-    if (value > 0x10000 && peek((uintptr_t)value, &handle, sizeof handle) && handle.magic == MAGIC) append("%s", handle.json);
+    if (value > 0x10000 && peek((uintptr_t)value, &handle, sizeof handle) && handle.magic == HANDLE_MAGIC) append("%s", handle.json);
     else if (value > 0x10000 && as_text((uintptr_t)value, string)) append("\"%s\"", string);
     else if (value > 0x10000 && peek((uintptr_t)value, string, 1)) append("{\"pointer\": true}");
     else append("%ld", value);
@@ -127,16 +123,7 @@ static int is_zeroed_local(uintptr_t address, uintptr_t stack) {
     return near && peek(address, &value, sizeof value) && value == 0;
 }
 
-__attribute__((used, visibility("default"))) void record_call(const char *name, const long *integers, const double *floats,
-                                                              const long *stack) {
-    if (!recording) return;
-    long all[MAX_ARGUMENTS];
-    memcpy(all, integers, 6 * sizeof(long));
-    if (!peek((uintptr_t)stack, all + 6, sizeof all - 6 * sizeof(long))) memset(all + 6, 0, sizeof all - 6 * sizeof(long));
-    int count = 0;
-    while (count + 1 < MAX_ARGUMENTS && !(all[count] != all[count + 1] && is_zeroed_local((uintptr_t)all[count], (uintptr_t)stack) &&
-                                          is_zeroed_local((uintptr_t)all[count + 1], (uintptr_t)stack)))
-        count++;
+static void record_call(const char *name, const long *all, int count, const double *floats) {
     pthread_mutex_lock(&lock);
     append("{\"op\": \"%s\", \"arguments\": [", name);
     for (int i = 0; i < count; i++) {
@@ -153,104 +140,40 @@ __attribute__((used, visibility("default"))) void record_call(const char *name, 
     pthread_mutex_unlock(&lock);
 }
 
-/* ---- parameter handles ---- */
+static _Thread_local char message[256] = "reported by the virtual NPU";
+const char *aclGetRecentErrMsg(void) { return message; }
 
-static void *handle(char *json) {
-    Handle *made = malloc(sizeof *made);
-    *made = (Handle){MAGIC, json, NULL, 0};
-    return made;
+static int refuse(const char *name) {
+    snprintf(message, sizeof message, "the virtual NPU does not compute %s, which torch_npu calls past PyTorch's dispatcher", name);
+    return ACL_ERROR_FEATURE_UNSUPPORTED;
 }
 
-static int destroy(const void *pointer) {
-    Handle *old = (Handle *)pointer;
-    if (!old || old->magic != MAGIC) return 0;
-    for (uint64_t i = 0; i < old->count; i++) destroy(old->members[i]);
-    old->magic = 0;
-    free(old->members);
-    free(old->json);
-    free(old);
+__attribute__((used, visibility("default"))) int operator_call(const char *name, const long *integers, const double *floats,
+                                                               const long *stack) {
+    if (!recording) return compute_call(name, integers) ? refuse(name) : 0;
+    long all[MAX_ARGUMENTS];
+    memcpy(all, integers, 6 * sizeof(long));
+    if (!peek((uintptr_t)stack, all + 6, sizeof all - 6 * sizeof(long))) memset(all + 6, 0, sizeof all - 6 * sizeof(long));
+    int count = 0;
+    while (count + 1 < MAX_ARGUMENTS && !(all[count] != all[count + 1] && is_zeroed_local((uintptr_t)all[count], (uintptr_t)stack) &&
+                                          is_zeroed_local((uintptr_t)all[count + 1], (uintptr_t)stack)))
+        count++;
+    record_call(name, all, count, floats);
     return 0;
 }
 
-/* asprintf, or a small constant text while nothing is recorded: handles are made for every operator call. */
-static char *json(const char *format, ...) {
-    char *made = NULL;
-    va_list arguments;
-    va_start(arguments, format);
-    if (!recording || vasprintf(&made, format, arguments) < 0) made = strdup("null");
-    va_end(arguments);
-    return made;
+/* The older way to execute an operator, by its name. */
+aclError aclopCompileAndExecute(const char *name, int inputs, const aclTensorDesc *const input[], const aclDataBuffer *const in[],
+                                int outputs, const aclTensorDesc *const output[], aclDataBuffer *const out[],
+                                const aclopAttr *attributes, aclopEngineType engine, aclopCompileType compile, const char *path,
+                                aclrtStream stream) {
+    static const double none[8];
+    if (!recording) return refuse(name);
+    record_call(name, NULL, 0, none);
+    return ACL_SUCCESS;
 }
-
-static char *integers(const int64_t *values, uint64_t count) {
-    char *made = malloc(24 * (size_t)count + 3), *end = made;
-    *end++ = '[';
-    for (uint64_t i = 0; i < count; i++) end += sprintf(end, i ? ", %" PRId64 : "%" PRId64, values[i]);
-    strcpy(end, "]");
-    return made;
+aclError aclopCompileAndExecuteV2(const char *name, int inputs, aclTensorDesc *input[], aclDataBuffer *in[], int outputs,
+                                  aclTensorDesc *output[], aclDataBuffer *out[], aclopAttr *attributes, aclopEngineType engine,
+                                  aclopCompileType compile, const char *path, aclrtStream stream) {
+    return aclopCompileAndExecute(name, inputs, NULL, NULL, outputs, NULL, NULL, NULL, engine, compile, path, stream);
 }
-
-void *aclCreateTensor(const int64_t *shape, uint64_t dims, int dtype, const int64_t *stride, int64_t offset, int format,
-                      const int64_t *storage, uint64_t storage_dims, void *data) {
-    if (!recording) return handle(strdup("null"));
-    char *a = integers(shape, dims), *b = integers(stride, dims), *c = integers(storage, storage_dims);
-    char *made = json("{\"kind\": \"tensor\", \"shape\": %s, \"stride\": %s, \"dtype\": %d, \"format\": %d, \"offset\": %" PRId64
-                      ", \"storage\": %s}", a, b, dtype, format, offset, c);
-    free(a), free(b), free(c);
-    return handle(made);
-}
-
-static void *list(const char *kind, char *values) {
-    char *made = json("{\"kind\": \"%s\", \"values\": %s}", kind, values);
-    free(values);
-    return handle(made);
-}
-
-void *aclCreateIntArray(const int64_t *values, uint64_t count) { return list("ints", integers(values, count)); }
-
-void *aclCreateBoolArray(const char *values, uint64_t count) {
-    int64_t *wide = calloc((size_t)count + 1, sizeof *wide);
-    for (uint64_t i = 0; i < count; i++) wide[i] = values[i] != 0;
-    void *made = list("bools", integers(wide, count));
-    free(wide);
-    return made;
-}
-
-void *aclCreateFloatArray(const float *values, uint64_t count) {
-    char *made = malloc(24 * (size_t)count + 3), *end = made;
-    *end++ = '[';
-    for (uint64_t i = 0; i < count; i++) end += sprintf(end, i ? ", %.9g" : "%.9g", (double)values[i]);
-    strcpy(end, "]");
-    return list("floats", made);
-}
-
-void *aclCreateScalar(const void *value, int dtype) {
-    int64_t bits = 0;
-    if (value) memcpy(&bits, value, dtype == ACL_FLOAT || dtype == ACL_INT32 ? 4 : dtype == ACL_BOOL ? 1 : 8);
-    return handle(json("{\"kind\": \"scalar\", \"dtype\": %d, \"bits\": %" PRId64 "}", dtype, bits));
-}
-
-static void *handles(const char *kind, void *const *values, uint64_t count) {
-    size_t size = 8;
-    for (uint64_t i = 0; i < count; i++) size += (values[i] ? strlen(((Handle *)values[i])->json) : 4) + 2;
-    char *made = malloc(size), *end = made;
-    *end++ = '[';
-    for (uint64_t i = 0; i < count; i++) end += sprintf(end, i ? ", %s" : "%s", values[i] ? ((Handle *)values[i])->json : "null");
-    strcpy(end, "]");
-    Handle *owner = list(kind, made);
-    owner->members = malloc((size_t)(count + 1) * sizeof *owner->members);
-    memcpy(owner->members, values, (size_t)count * sizeof *owner->members);
-    owner->count = count;
-    return owner;
-}
-
-void *aclCreateTensorList(void *const *values, uint64_t count) { return handles("tensors", values, count); }
-void *aclCreateScalarList(void *const *values, uint64_t count) { return handles("scalars", values, count); }
-
-int aclDestroyTensor(const void *p) { return destroy(p); }
-int aclDestroyIntArray(const void *p) { return destroy(p); }
-int aclDestroyBoolArray(const void *p) { return destroy(p); }
-int aclDestroyFloatArray(const void *p) { return destroy(p); }
-int aclDestroyScalar(const void *p) { return destroy(p); }
-int aclDestroyTensorList(const void *p) { return destroy(p); }
-int aclDestroyScalarList(const void *p) { return destroy(p); }

@@ -90,7 +90,6 @@ aclError aclrtDeviceGetUuid(int32_t device, aclrtUuid *uuid) {
 /* ---- what kind of device it is ---- */
 
 const char *aclrtGetSocName(void) { return settings.soc; }
-const char *aclGetRecentErrMsg(void) { return "reported by the virtual NPU"; }
 
 aclError aclsysGetVersionStr(char *package, char *version) {
     strcpy(version, settings.cann);
