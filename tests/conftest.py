@@ -110,7 +110,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 # What the contract allows on every device and CANN does not: the mapping says so, and these tests stop there.
-NPU_LIMITS = ("a block size of 128 or 256 for more than one row a request is required", "a cache of at most 2147483647 elements")
+NPU_LIMITS = ("a block size of 128 or 256 for more than one row a request", "a cache of at most 2147483647 elements")
 
 
 @pytest.hookimpl(wrapper=True)

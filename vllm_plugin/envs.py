@@ -35,5 +35,5 @@ VARIABLES: tuple[Variable, ...] = (
 
 
 def as_vllm_variables() -> dict[str, Callable[[], str]]:
-    """The form of ``vllm.envs.environment_variables``, so that vLLM does not warn about names of its own kind that it does not know."""
+    """The form of ``vllm.envs.environment_variables``, so that vLLM does not warn about names like its own."""
     return {variable.name: variable.get for variable in VARIABLES if variable.name.startswith("VLLM_")}

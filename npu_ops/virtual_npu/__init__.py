@@ -53,11 +53,7 @@ def enable() -> None:
     folder = build.libraries()
     os.environ.update(ENVIRONMENT)
     library = build.preload(folder)
-    library.virtual_npu_configure.argtypes = build.CONFIGURE
-    library.virtual_npu_configure(
-        settings.devices, settings.memory, settings.soc.name.encode(), settings.cann.encode(), settings.soc.cube_cores,
-        settings.soc.vector_cores,
-    )  # fmt: skip
+    build.configure(library, settings)
     # torch_npu prints a remark on a missing CANN; standard output belongs to the program.
     with contextlib.redirect_stdout(sys.stderr):
         importlib.import_module("torch_npu")

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from npu_ops.virtual_npu.settings import Settings
+
 SOURCES = Path(__file__).parent / "cann"
 MAIN = "libascendcl.so"
 # Opened by name at run time, so that no ELF header lists them.
@@ -29,8 +31,6 @@ OPENED = ("libopapi.so", "libhcomm.so", "libruntime.so", "libnnopbase.so", "libm
 SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1",
           "ld-linux-x86-64.so.2")  # fmt: skip
 TOOLS = ("gcc", "nm", "readelf")
-# Arguments of virtual_npu_configure in cann/runtime.c.
-CONFIGURE = [ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
 
 
 class BuildError(ImportError):
@@ -68,10 +68,19 @@ def preload(folder: Path) -> ctypes.CDLL:
     return main
 
 
+def configure(library: ctypes.CDLL, settings: Settings) -> None:
+    """Tell the runtime what devices it has: virtual_npu_configure of cann/runtime.c."""
+    function = library.virtual_npu_configure
+    function.argtypes = [ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    soc = settings.soc
+    function(settings.devices, settings.memory, soc.name.encode(), settings.cann.encode(), soc.cube_cores, soc.vector_cores)
+
+
 def _package(name: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise BuildError(f"the virtual NPU needs {name}, which is not installed. Run: pip install --no-deps 'torch_npu==2.13.*'")
+        remedy = "Run: pip install --no-deps 'torch_npu==2.13.*'"
+        raise BuildError(f"the virtual NPU needs {name}, which is not installed. {remedy}")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -88,14 +97,18 @@ def _fingerprint(wheel: Path, torch: Path) -> str:
 
 def _build_into(folder: Path, wheel: Path, torch: Path) -> None:
     start = time.monotonic()
-    print("virtual NPU: compiling the stand-in CANN libraries, once for this torch_npu ...", end="", file=sys.stderr, flush=True)
+    _say("virtual NPU: compiling the stand-in CANN libraries, once for this torch_npu ...")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         made = Path(scratch) / "made"
         made.mkdir()
         _compile(made, wheel, torch)
         # Renaming is atomic: nobody ever sees half of it.
         made.rename(folder)
-    print(f" done in {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    _say(f" done in {time.monotonic() - start:.1f} s\n")
+
+
+def _say(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 def _compile(folder: Path, wheel: Path, torch: Path) -> None:

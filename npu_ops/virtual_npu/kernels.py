@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_ops.virtual_npu import attention, random, recording, values
+from npu_ops.virtual_npu import attention, random, recording, rules, values
 from npu_ops.virtual_npu.memory import CPU, NPU, on_cpu, to_npu
 
 KEY = "PrivateUse1"
@@ -69,9 +69,9 @@ def _kernel(op: torch._ops.OpOverload, name: str, base: str) -> Callable[..., An
     value = values.VALUES.get(name)
     if value is None:
         return _unknown(name)
-    lowered = _lowered(op, value, name)
+    checked = _checked(name, _lowered(op, value, name))
     # The classes of the ATB library are more than symbols: its ops cannot run on a stand-in.
-    return lowered if name.startswith("atb::") else _recorded(op, lowered)
+    return checked if name.startswith("atb::") else _recorded(op, checked)
 
 
 def _unknown(name: str) -> Callable[..., Any]:
@@ -82,6 +82,16 @@ def _unknown(name: str) -> Callable[..., Any]:
         )
 
     return refuse
+
+
+def _checked(name: str, value: Callable[..., Any]) -> Callable[..., Any]:
+    """``value`` for calls that keep CANN's rules; others raise."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rules.check(name, args, kwargs)
+        return value(*args, **kwargs)
+
+    return call
 
 
 def _recorded(op: torch._ops.OpOverload, value: Callable[..., Any], is_aten: bool = False) -> Callable[..., Any]:
@@ -235,8 +245,10 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """A cast, to any device: copies of the virtual NPU are done before they return."""
-    copy = torch.ops.aten._to_copy.default(on_cpu(x), dtype=dtype, memory_format=memory_format)
+    copy: Tensor = torch.ops.aten._to_copy.default(on_cpu(x), dtype=dtype, memory_format=memory_format)
     target = x.device if device is None else device
     if target.type == NPU:
         return to_npu(copy, target)
-    return copy.pin_memory() if pin_memory else copy
+    if pin_memory:
+        copy = copy.pin_memory()
+    return copy

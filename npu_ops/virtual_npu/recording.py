@@ -45,7 +45,8 @@ class AclScalar:
     value: float | int | bool
 
 
-Argument = AclTensor | AclScalar | tuple[Any, ...] | int | str | None  # None: a handle made before the recording began
+# None: a handle that was made before the recording began.
+Argument = AclTensor | AclScalar | tuple[Any, ...] | int | str | None
 
 
 @dataclass(frozen=True)
@@ -180,15 +181,24 @@ def _argument(raw: Any, integers: set[int]) -> Argument:
     if not isinstance(raw, dict):
         return raw  # type: ignore[no-any-return]
     if raw.get("kind") == "tensor":
-        return AclTensor(
-            tuple(raw["shape"]), ACL_DTYPES.get(raw["dtype"], str(raw["dtype"])), ACL_FORMATS.get(raw["format"], str(raw["format"])),
-            tuple(raw["stride"]), raw["offset"], tuple(raw["storage"]),
-        )  # fmt: skip
+        return _tensor(raw)
     if raw.get("kind") == "scalar":
         return _scalar(raw["dtype"], raw["bits"])
     if raw.get("kind") == "bools":
         return tuple(bool(value) for value in raw["values"])
     return tuple(_argument(value, integers) if isinstance(value, dict) else value for value in raw.get("values", ["pointer"]))
+
+
+def _tensor(raw: dict[str, Any]) -> AclTensor:
+    dtype, form = raw["dtype"], raw["format"]
+    return AclTensor(
+        tuple(raw["shape"]),
+        ACL_DTYPES.get(dtype, str(dtype)),
+        ACL_FORMATS.get(form, str(form)),
+        tuple(raw["stride"]),
+        raw["offset"],
+        tuple(raw["storage"]),
+    )
 
 
 def _integer(raw: int, integers: set[int]) -> int:

@@ -70,8 +70,8 @@ aclError aclrtFree(void *pointer) {
 }
 
 aclError aclrtGetMemInfo(aclrtMemAttr attribute, size_t *available, size_t *total) {
-    int device = current_device();
-    if (device < 0) return ACL_ERROR_RT_CONTEXT_NULL;
+    /* torch_npu asks this before it has picked a device, when device 0 is meant. */
+    int device = current_device() < 0 ? 0 : current_device();
     pthread_mutex_lock(&lock);
     *available = settings.memory - devices[device].used;
     *total = settings.memory;
