@@ -1,5 +1,8 @@
 """Set up ``.venv`` in this checkout with everything that one device needs, and the tests' tools.
 
+For the CPU there is a second environment, ``.venv-virtual-npu``: the first one, and torch_npu. They are two because a
+torch_npu without CANN makes a plain ``import torch`` fail.
+
 Safe to run again: a finished environment is left as it is, an interrupted one is continued, and one made for another
 device, interpreter or folder is made anew. Standard library only.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -20,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "setup-stamp"
+VIRTUAL = ROOT / ".venv-virtual-npu"
 LOG = VENV / "setup.log"
 DEVICES = ("cpu", "cuda", "npu")
 VLLM = re.compile(r"vllm(-cpu)?\b")
@@ -114,6 +119,21 @@ def check_vision() -> str:
     return "fits"
 
 
+def layer_virtual_npu() -> str:
+    """Make the second environment: it sees all of the first, and has torch_npu, which is built for x86-64 alone here."""
+    if platform.machine() != "x86_64":
+        return f"left out: its stand-in runtime is for x86-64, this is {platform.machine()}"
+    [torch_npu] = (line for line in project_requirements("npu") if line.startswith("torch_npu"))
+    run(sys.executable, "-m", "venv", "--clear", VIRTUAL, remedy=NO_VENV)
+    python = VIRTUAL / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    first, second = (run(each, "-c", where, remedy=DAMAGED).strip() for each in (PYTHON, python))
+    # A .pth of the first environment is not read from here, so the editable install is named as well.
+    (Path(second) / "first-environment.pth").write_text(f"{first}\n{ROOT}\n")
+    run(python, "-m", "pip", "install", "--no-deps", torch_npu, remedy=NO_INDEX)
+    return f"{VIRTUAL.name}, with {torch_npu}"
+
+
 def steps(device: str, fresh: bool) -> list[tuple[str, Callable[[], str]]]:
     """The steps for a device; each returns what to say about it."""
     own = project_requirements(device)
@@ -142,6 +162,8 @@ def steps(device: str, fresh: bool) -> list[tuple[str, Callable[[], str]]]:
         ("torchvision", check_vision),
         ("vllm-npu-parity", install_project),
     ]
+    if device == "cpu":
+        plan.append(("virtual NPU", layer_virtual_npu))
     if device == "npu":
         plan.insert(-1, ("triton-ascend", lambda: separate_triton(own)))
     return plan
