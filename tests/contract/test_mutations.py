@@ -1,0 +1,179 @@
+"""Which of the contract checks catches which mistake: calls of npu_ops/ascend, each with one thing made wrong.
+
+a: the golden files; b: torch_npu's schemas and shape functions; c: the static check; d: CANN's rules. Nothing else is looked
+at, so a mistake that shows in the values alone would be caught by none: then the op tests of the virtual NPU are the check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from npu_ops import virtual_npu
+from npu_ops.device import NPU
+from npu_ops.virtual_npu import rules
+
+
+def load(name: str) -> ModuleType:
+    """A module of this folder: pytest gives test modules no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec
+    assert spec.loader
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STATIC = load("test_static")
+Named = dict[str, Any]
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake: the case that it is made in, what it does to the arguments by name, and the checks that catch it."""
+
+    name: str
+    op: str
+    case: str
+    change: Callable[[Named], Named]
+    caught_by: str
+
+
+def swap(first: str, second: str) -> Callable[[Named], Named]:
+    return lambda given: given | {first: given[second], second: given[first]}
+
+
+def put(name: str, change: Callable[[Any], Any]) -> Callable[[Named], Named]:
+    return lambda given: given | {name: change(given[name])}
+
+
+def rename(old: str, new: str) -> Callable[[Named], Named]:
+    return lambda given: {new if name == old else name: value for name, value in given.items()}
+
+
+def without(name: str) -> Callable[[Named], Named]:
+    return lambda given: {key: value for key, value in given.items() if key != name}
+
+
+def scattered(x: Tensor) -> Tensor:
+    """The same values with other strides."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+ATTENTION, CASE = "fused_infer_attention", "mixed-b128"
+MUTATIONS = [
+    # The five that the project promises.
+    Mutation("query and key swapped", ATTENTION, CASE, swap("query", "key"), "a+b+d"),
+    Mutation("key and value swapped", ATTENTION, CASE, swap("key", "value"), "a"),
+    Mutation("lengths swapped", ATTENTION, CASE, swap("actual_seq_qlen", "actual_seq_kvlen"), "a+d"),
+    Mutation("head counts swapped", ATTENTION, CASE, swap("num_query_heads", "num_key_value_heads"), "a+b+d"),
+    Mutation("window ends swapped", ATTENTION, "window-b128", swap("pre_tokens", "next_tokens"), "a"),
+    Mutation("lengths as a tensor", ATTENTION, CASE, put("actual_seq_qlen", torch.tensor), "a+b"),
+    Mutation("int64 block table", ATTENTION, CASE, put("block_table", Tensor.long), "a+d"),
+    Mutation("float mask", ATTENTION, CASE, put("atten_mask", Tensor.float), "a+d"),
+    Mutation("cache not contiguous", ATTENTION, CASE, put("key", scattered), "a+d"),
+    # And others.
+    Mutation("no mask", ATTENTION, CASE, without("atten_mask"), "a+d"),
+    Mutation("small mask", ATTENTION, CASE, put("atten_mask", lambda x: x[:128, :128].contiguous()), "a+d"),
+    Mutation("lengths not cumulative", ATTENTION, CASE, put("actual_seq_qlen", lambda x: [1, 20, 5]), "a+d"),
+    Mutation("paged key lengths cumulative", ATTENTION, CASE, put("actual_seq_kvlen", lambda x: [50, 70, 999]), "a+d"),
+    Mutation("first version's keyword", ATTENTION, CASE, rename("num_query_heads", "num_heads"), "a+b+c"),
+    Mutation("no key", ATTENTION, CASE, without("key"), "a+b+c"),
+    Mutation("scale forgotten", ATTENTION, CASE, without("softmax_scale"), "a"),
+    Mutation("another layout", ATTENTION, CASE, put("input_layout", lambda x: "BSND"), "a+b"),
+    Mutation("partials not flat", "attention_update", "pair", put("lse", lambda x: [part[None] for part in x]), "a+b+d"),
+    Mutation("partial LSE in bf16", "attention_update", "pair", put("lse", lambda x: [part.bfloat16() for part in x]), "a+b+d"),
+    Mutation("a slot of -1", "scatter_kv_cache", "odd", put("slot_mapping", lambda x: x.where(x < x.max(), -1)), "d"),
+    Mutation("a slot twice", "scatter_kv_cache", "odd", put("slot_mapping", lambda x: x.where(x < x.max(), x.min())), "d"),
+    Mutation("caches swapped", "scatter_kv_cache", "odd", swap("key_cache", "value_cache"), "a"),
+    Mutation("default cache mode", "scatter_kv_cache", "odd", without("cache_mode"), "a"),
+    Mutation("cumulative flag", "gather_kv_cache", "no-offset", put("is_seq_lens_cumsum", lambda x: True), "a+d"),
+    Mutation("fp32 cache", "gather_kv_cache", "no-offset", put("key_cache", Tensor.float), "a+d"),
+    Mutation("other rotation", "rotary", "full-half-float32", put("rotary_mode", lambda x: "interleave"), "a"),
+    Mutation("angles in bf16", "rotary", "full-half-float32", put("r1", Tensor.bfloat16), "a+d"),
+    Mutation("3-D input", "rotary", "full-half-float32", put("input", lambda x: x[0]), "a+b+d"),
+    Mutation("epsilon forgotten", "rms_norm", "odd", without("epsilon"), "a"),
+    Mutation("other dim", "swiglu", "odd", put("dim", lambda x: 0), "a+b+d"),
+]
+
+
+def lines_of(op: Any, given: Named, inputs: Named, lines: tuple, call: Any) -> list[str]:
+    """What the golden file would say of a call, as far as it gets."""
+    npu_line, cann_line = lines
+    # That a call fails, and where, is for the other checks to say.
+    with virtual_npu.record() as calls, contextlib.suppress(*REFUSALS):
+        op(**given)
+    return [npu_line(type(call)(op, (), given, None), inputs), *map(cann_line, calls)]
+
+
+def foretold(op: Any, given: Named) -> object:
+    """Shapes and dtypes from torch_npu's shape function, or that it or the schema refuses the call."""
+
+    def hollow(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+
+    with FakeTensorMode():
+        try:
+            result = op(**tree_map(hollow, given))
+        except REFUSALS:
+            return "refused"
+    return [(tuple(x.shape), x.dtype) for x in tree_leaves(result) if isinstance(x, Tensor)]
+
+
+def static_faults(op: Any, given: Named) -> list[str]:
+    """What the static check says of the call, written out."""
+    written = ", ".join(f"{name}=x" for name in given)
+    return STATIC.problems(f"torch_npu.{op._schema.name.removeprefix('npu::')}({written})")
+
+
+def breaks_rule(op: Any, given: Named) -> bool:
+    """Whether CANN's rules refuse the call; the rule's text is printed."""
+    try:
+        rules.check(op._schema.name, (), given)
+    except rules.RuleError as error:
+        print(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[mutation.name for mutation in MUTATIONS])
+def test_mutation_is_caught(
+    mutation: Mutation, cases: Callable, serve: Callable, lines: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It would print a traceback for each refusal.
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    case = next(case for case in cases(mutation.op, torch.bfloat16) if case.name == mutation.case)
+    served = serve(mutation.op, case, lambda x: x.clone().to(NPU))
+    call = served.calls[0]
+    op, right = call.op, call.named()
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    wrong = mutation.change(defaults | right)
+    golden = (Path(__file__).parent / "golden" / f"{mutation.op}.txt").read_text(encoding="utf-8")
+    assert f"  {lines[0](call, served.inputs)}\n" in golden
+    assert not breaks_rule(op, right)
+    caught = []
+    if lines_of(op, wrong, served.inputs, lines, call) != lines_of(op, defaults | right, served.inputs, lines, call):
+        caught.append("a")
+    promised = foretold(op, wrong)
+    if promised != foretold(op, right):
+        caught.append("b")
+    if static_faults(op, wrong):
+        caught.append("c")
+    elif promised != "refused" and breaks_rule(op, wrong):
+        caught.append("d")
+    print(f"{mutation.name}: caught by {'+'.join(caught)}")
+    assert "+".join(caught) == mutation.caught_by

@@ -1,0 +1,198 @@
+"""Contract check (d): CANN's own rules, which torch_npu does not check, are checked on every call of the virtual NPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from npu_ops.contract import all_contracts
+from npu_ops.device import NPU
+from npu_ops.virtual_npu import rules
+
+CONTRACTS = all_contracts()
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_calls_of_the_mappings_keep_the_rules(name: str, dtype: str, cases: Callable, serve: Callable) -> None:
+    for case in cases(name, DTYPES[dtype]):
+        served = serve(name, case, lambda x: x.clone().to(NPU))
+        for call in served.calls if served else ():
+            rules.check(call.op._schema.name, call.args, call.kwargs)
+
+
+def test_every_operator_in_use_has_rules(cases: Callable, serve: Callable) -> None:
+    for name in CONTRACTS:
+        for case in cases(name, torch.bfloat16)[:2]:
+            served = serve(name, case, lambda x: x.clone().to(NPU))
+            used = {call.op._schema.name for call in served.calls} if served else set()
+            assert {op.removeprefix("npu::") for op in used} <= set(rules.RULES)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def attention(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A paged prefill of two requests that keeps all rules, with changes."""
+    call: dict[str, Any] = {
+        "query": empty(9, 8, 128), "key": empty(6, 128, 256), "value": empty(6, 128, 256),
+        "atten_mask": empty(2048, 2048, dtype=torch.int8), "actual_seq_qlen": [4, 9], "actual_seq_kvlen": [300, 40],
+        "block_table": empty(2, 3, dtype=torch.int32), "num_query_heads": 8, "num_key_value_heads": 2, "input_layout": "TND",
+        "sparse_mode": 3, "block_size": 128,
+    }  # fmt: skip
+    call |= changes
+    return tuple(call.pop(name) for name in ("query", "key", "value")), call
+
+
+PACKED = {
+    "key": empty(340, 2, 128),
+    "value": empty(340, 2, 128),
+    "block_table": None,
+    "block_size": 0,
+    "actual_seq_kvlen": [300, 340],
+}
+DECODE = {"query": empty(2, 8, 128), "actual_seq_qlen": [1, 2]}
+
+
+@pytest.mark.parametrize("good", [{}, PACKED, DECODE, {**DECODE, "block_size": 16, "key": empty(60, 16, 256),
+                                  "value": empty(60, 16, 256), "block_table": empty(2, 20, dtype=torch.int32)}])  # fmt: skip
+def test_right_attention_passes(good: dict[str, Any]) -> None:
+    rules.check(f"npu::{rules.attention_rules.ATTENTION[1]}", *attention(**good))
+
+
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    ("query, key, value, mask and rope parts contiguous", {"key": empty(6, 256, 128).transpose(1, 2)}),
+    ("num_query_heads to be the query's heads", {"num_query_heads": 4}),
+    ("at most 256", {"query": empty(9, 512, 128), "num_query_heads": 512, "num_key_value_heads": 8}),
+    ("a whole number of query heads to a key head", {"num_key_value_heads": 3}),
+    ("at most 64", {"query": empty(9, 128, 128), "num_query_heads": 128, "num_key_value_heads": 1}),
+    ("a head dim of at most 512", {"query": empty(9, 8, 100)}),
+    ("key and value of one dtype", {"value": empty(6, 128, 256, dtype=torch.float16)}),
+    ("a query in fp16, bf16 or int8", {name: empty(*shape, dtype=torch.float32) for name, shape in
+     {"query": (9, 8, 128), "key": (6, 128, 256), "value": (6, 128, 256)}.items()}),
+    ("key and value of one shape", {"value": empty(5, 128, 256)}),
+    ("a key with num_key_value_heads heads", {**PACKED, "key": empty(340, 4, 128), "value": empty(340, 4, 128)}),
+    ("sparse_mode 0 to 4", {"sparse_mode": 5}),
+    ("a mask in bool, int8 or uint8", {"atten_mask": empty(2048, 2048, dtype=torch.float16)}),
+    ("the compressed mask", {"atten_mask": empty(128, 128, dtype=torch.int8)}),
+    ("the compressed mask", {"atten_mask": None}),
+    ("a mask in sparse mode 1", {"sparse_mode": 1, "atten_mask": None}),
+    ("lists of query and key lengths", {"actual_seq_kvlen": [300]}),
+    ("cumulative query lengths", {"actual_seq_qlen": [4, 5]}),
+    ("cumulative query lengths", {"actual_seq_qlen": [0, 4]}),
+    ("cumulative key lengths", {**PACKED, "actual_seq_kvlen": [300, 40]}),
+    ("no empty tensor", {"key": empty(0, 128, 256), "value": empty(0, 128, 256)}),
+    ("pre_tokens >= -query length", {"sparse_mode": 4, "pre_tokens": 3, "next_tokens": -4}),
+    ("not cumulative", {"actual_seq_kvlen": [300, 640]}),
+    ("a 2-D int32 block table", {"block_table": empty(2, 3, dtype=torch.int64)}),
+    ("with one row to a request", {"block_table": empty(4, 3, dtype=torch.int32)}),
+    ("a block size of 128, 256, 384 or 512", {"block_size": 144, "key": empty(6, 144, 256), "value": empty(6, 144, 256)}),
+    ("that is a multiple of 16", {**DECODE, "block_size": 40, "key": empty(60, 40, 256), "value": empty(60, 40, 256),
+                                  "block_table": empty(2, 20, dtype=torch.int32)}),
+    ("a cache [blocks, block_size, N_kv * D]", {"key": empty(6, 128, 2, 128), "value": empty(6, 128, 2, 128)}),
+    ("whose dims multiply to an int32", {"key": empty(65536, 128, 256), "value": empty(65536, 128, 256)}),
+    ("at most 65535 elements to a token", {"query": empty(9, 256, 256), "num_query_heads": 256, "num_key_value_heads": 256,
+                                           "key": empty(6, 128, 65536), "value": empty(6, 128, 65536)}),
+    ("N * D below 65535", {"query": empty(2, 1, 65536), "num_query_heads": 256, "num_key_value_heads": 256,
+                           "input_layout": "BSH"}),
+    ("both rope parts or neither", {"query_rope": empty(9, 8, 64)}),
+    ("a sink [N] in bf16", {"learnable_sink": empty(8, dtype=torch.float32)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "changes"), BROKEN)
+def test_broken_attention_is_caught(rule: str, changes: dict[str, Any]) -> None:
+    args, kwargs = attention(**changes)
+    with pytest.raises(rules.RuleError) as caught:
+        rules.check(f"npu::{rules.attention_rules.ATTENTION[1]}", args, kwargs)
+    assert rule in caught.value.rule.text
+    assert caught.value.rule.text in str(caught.value)
+    assert caught.value.rule.source in str(caught.value)
+
+
+def test_first_version_has_the_same_rules() -> None:
+    args, kwargs = attention(num_query_heads=4)
+    old = {"num_query_heads": "num_heads", "actual_seq_qlen": "actual_seq_lengths", "actual_seq_kvlen": "actual_seq_lengths_kv"}
+    with pytest.raises(rules.RuleError, match="num_query_heads to be the query's heads"):
+        rules.check("npu_fused_infer_attention_score", args, {old.get(name, name): x for name, x in kwargs.items()})
+
+
+ROWS, CACHE, SLOTS = empty(3, 2, 64), empty(4, 16, 2, 64), torch.tensor([5, 0, 63])
+TABLE, LENS = empty(2, 2, dtype=torch.int32), empty(2, dtype=torch.int32)
+FP32, FLAT = empty(6, dtype=torch.float32), empty(6, 64)
+X = empty(1, 5, 4, 64)
+OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
+    ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
+    ("npu_attention_update", "update_type 0 or 1", ([FP32], [FLAT], 7), {}),
+    ("npu_attention_update", "1 to 16 partials", ([FP32] * 17, [FLAT] * 17, 1), {}),
+    ("npu_attention_update", "fp32 LSEs [M]", ([empty(3, 2, dtype=torch.float32)], [FLAT], 1), {}),
+    ("npu_attention_update", "a head dim of 8 to 512", ([FP32], [empty(6, 12)], 1), {}),
+    ("npu_attention_update", "contiguous partials", ([FP32], [empty(64, 6).T], 1), {}),
+    ("npu_scatter_pa_kv_cache", None, (ROWS, ROWS, CACHE, CACHE, SLOTS), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "contiguous", (ROWS[..., :32], ROWS, CACHE, CACHE, SLOTS), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "in one dtype", (ROWS.half(), ROWS, CACHE, CACHE, SLOTS), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "rows [T, N, D]", (ROWS, ROWS, empty(4, 2, 16, 64), CACHE, SLOTS), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "one int32 or int64 slot", (ROWS, ROWS, CACHE, CACHE, SLOTS[:2]), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "slots in [0", (ROWS, ROWS, CACHE, CACHE, SLOTS - 1), {"cache_mode": "Norm"}),
+    ("npu_scatter_pa_kv_cache", "slots in [0", (ROWS, ROWS, CACHE, CACHE, SLOTS + 1), {"cache_mode": "Norm"}),
+    ("npu_gather_pa_kv_cache", None, (CACHE, CACHE, TABLE, LENS, ROWS, ROWS), {}),
+    ("npu_gather_pa_kv_cache", "contiguous", (CACHE, CACHE, empty(2, 4, dtype=torch.int32)[:, :2], LENS, ROWS, ROWS), {}),
+    ("npu_gather_pa_kv_cache", "int8, fp16 or bf16", (CACHE.float(), CACHE, TABLE, LENS, ROWS, ROWS), {}),
+    ("npu_gather_pa_kv_cache", "int32 block_tables", (CACHE, CACHE, TABLE.long(), LENS, ROWS, ROWS), {}),
+    ("npu_gather_pa_kv_cache", "rows [R, N, D]", (CACHE, CACHE, TABLE, LENS, empty(3, 128), ROWS), {}),
+    ("npu_gather_pa_kv_cache", "no empty tensor", (CACHE, CACHE, TABLE, LENS, empty(0, 2, 64), empty(0, 2, 64)), {}),
+    ("npu_gather_pa_kv_cache", "a multiple of 32", (empty(4, 16, 1, 8), CACHE, TABLE, LENS, empty(3, 1, 8), ROWS), {}),
+    ("npu_gather_pa_kv_cache", "2**31 - 1 elements", (empty(2**20, 16, 2, 64), CACHE, TABLE, LENS, ROWS, ROWS), {}),
+    ("npu_gather_pa_kv_cache", "in whole blocks", (CACHE, CACHE, TABLE, LENS, ROWS, ROWS),
+     {"seq_offset": torch.tensor([16, 3], dtype=torch.int32)}),
+    ("npu_rotary_mul", None, (X, X[:, :, :1].contiguous(), X[:, :, :1].contiguous()), {}),
+    ("npu_rotary_mul", "4-D tensors", (X[0], X[0], X[0]), {}),
+    ("npu_rotary_mul", "half or interleave", (X, X, X, "quarter"), {}),
+    ("npu_rotary_mul", "below 896", (empty(1, 5, 4, 896),) * 3, {}),
+    ("npu_rotary_mul", "factors as wide", (X, X[..., :32], X[..., :32]), {}),
+    ("npu_rms_norm", None, (FLAT, empty(64, dtype=torch.float32)), {}),
+    ("npu_rms_norm", "gamma over its last ones", (FLAT, empty(32)), {}),
+    ("npu_add_rms_norm", "summands", (FLAT, FLAT.half(), empty(64)), {}),
+    ("npu_swiglu", None, (FLAT,), {}),
+    ("npu_swiglu", "is even", (empty(6, 63),), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "rule", "args", "kwargs"), OTHERS, ids=[f"{op}-{rule}" for op, rule, *_ in OTHERS])
+def test_other_operators(op: str, rule: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if rule is None:
+        rules.check(f"npu::{op}", args, kwargs)
+        return
+    with pytest.raises(rules.RuleError) as caught:
+        rules.check(f"npu::{op}", args, kwargs)
+    assert rule in caught.value.rule.text
+
+
+def test_two_rows_to_one_slot() -> None:
+    rows, cache = torch.randn(3, 1, 16), torch.zeros(2, 16, 1, 16)
+    call = {"cache_mode": "Norm"}
+    with pytest.raises(rules.RuleError, match="slot 4 for rows 0 and 2"):
+        rules.check("npu_scatter_pa_kv_cache", (rows, rows, cache, cache, torch.tensor([4, 5, 4])), call)
+    rows[2] = rows[0] = torch.nan
+    rules.check("npu_scatter_pa_kv_cache", (rows, rows, cache, cache, torch.tensor([4, 5, 4])), call)
+
+
+def test_every_rule_of_the_operators_is_tried() -> None:
+    tried = ["distinct slots", *(rule for rule, _ in BROKEN), *(rule for _, rule, *_ in OTHERS if rule)]
+    texts = {rule.text for op in rules.RULES for rule in rules.RULES[op]}
+    assert {text for text in texts if not any(part in text for part in tried)} == set()
+
+
+def test_operators_without_rules_pass() -> None:
+    rules.check("npu::npu_silu", (torch.zeros(1),), {})
+
+
+def test_the_virtual_npu_applies_them() -> None:
+    rows = torch.zeros(5, 4, 64, dtype=torch.bfloat16, device=NPU)
+    with pytest.raises(rules.RuleError, match=r"npu_rotary_mul: CANN requires 4-D tensors.*got .*\[5, 4, 64\]"):
+        torch.ops.npu.npu_rotary_mul(rows, rows, rows)
