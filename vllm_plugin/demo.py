@@ -97,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     device = selection.choose(args.device, selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
+    if device == "virtual-npu":
+        selection.enable_virtual_npu()
     folder = Path(tempfile.mkdtemp(prefix="vllm-npu-parity-demo-"))
     model = args.model or write_model(folder / "model", console)
     [prompt] = prompts_of(model, [args.prompt_tokens])

@@ -28,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from npu_ops import virtual_npu
 from vllm_plugin import selection
 from vllm_plugin.demo import DEMO_CACHE_BYTES, prompts_of, write_model
 from vllm_plugin.server import ChildProcess, child_environment
@@ -180,6 +181,8 @@ def _device(name: str) -> str:
     """The device, or the one line why it cannot be served."""
     device = selection.choose(selection.requested([], {"VLLM_NPU_PARITY_DEVICE": name}), selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
+    if device == "virtual-npu":
+        selection.enable_virtual_npu()
     return device
 
 
@@ -239,6 +242,8 @@ def _answer(output: Any) -> Answer:
 
 def answer_with_transformers(job: Mapping[str, Any]) -> list[Answer]:
     """Greedy answers by generate() in fp32 on the CPU, and scores of the forced answers by one forward pass each."""
+    if virtual_npu.is_requested():  # another column's device: beside it, transformers loads only this way
+        virtual_npu.enable()
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -48,15 +48,17 @@ def test_long_hit_short_tail(host, checkpoint):
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
-def test_a_preempted_request_resumes(host, checkpoint, model):
-    prompts = [random_prompt(60, seed=seed) for seed in range(4)]
-    roomy = host.engine(checkpoint(model), max_num_batched_tokens=256).generate(prompts, 60)
-    # 4 requests need 4 blocks of 32 each at their end; 13 blocks make at least one wait and start over.
+def test_a_preempted_request_resumes(host, device, checkpoint, model):
+    block = 128 if "npu" in device else 32
+    tokens = 60 * block // 32
+    prompts = [random_prompt(tokens, seed=seed) for seed in range(4)]
+    roomy = host.engine(checkpoint(model), max_num_batched_tokens=256).generate(prompts, tokens)
+    # 4 requests need 4 blocks each at their end; 13 blocks make at least one wait and start over.
     tight = host.engine(
-        checkpoint(model), max_num_batched_tokens=256, block_size=32, num_gpu_blocks_override=13, max_model_len=128
+        checkpoint(model), max_num_batched_tokens=256, block_size=block, num_gpu_blocks_override=13, max_model_len=4 * block
     )
     before = tight.metric("vllm:num_preemptions")
-    answers = tight.generate(prompts, 60)
+    answers = tight.generate(prompts, tokens)
     assert tight.metric("vllm:num_preemptions") > before
     assert [c.tokens for c in answers] == [c.tokens for c in roomy]
 

@@ -49,11 +49,12 @@ def test_serves_completions_through_ascend_fia(device, model, tmp_path):
     ("arguments", "line"),
     [
         (["--device", "tpu"], "vllm-npu-parity: unknown device 'tpu'. Choose one of: auto, npu, cuda, cpu, virtual-npu."),
-        (["--device", "cpu", "--block-size", "17"], "a size of 16 to 256 in steps of 16 is required, got 17"),
+        (["--device", "DEVICE", "--block-size", "17"], "a size of 16 to 256 in steps of 16 is required, got 17"),
     ],
     ids=["device", "block-size"],
 )
-def test_refuses_in_one_line(model, arguments, line):
+def test_refuses_in_one_line(device, model, arguments, line):
+    arguments = [device if word == "DEVICE" else word for word in arguments]
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_NPU_PARITY_DEVICE"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)

@@ -126,7 +126,12 @@ def _import_vllm(device: str | None, cwd: Path, **environ: str) -> subprocess.Co
 def test_real_processes(tmp_path):
     """The machine's own state: on where asked, out of the way where not, one line where it cannot be."""
     machine = Machine.read()
-    assert "CpuParityPlatform cpu" in _import_vllm("cpu", tmp_path).stdout
+    if "torch_npu" in machine.distributions and machine.missing_cann:
+        assert "CpuParityPlatform" not in (cpu := _import_vllm("cpu", tmp_path)).stdout
+        assert "choose --device virtual-npu" in cpu.stderr
+        assert "NpuParityPlatform npu" in _import_vllm("virtual-npu", tmp_path).stdout
+    else:
+        assert "CpuParityPlatform cpu" in _import_vllm("cpu", tmp_path).stdout
     if not machine.npus:
         assert "Parity" not in _import_vllm(None, tmp_path).stdout
         refused = _import_vllm("npu", tmp_path)
