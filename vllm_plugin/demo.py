@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     device = selection.choose(args.device, selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
     prepare_imports()
+    if device == "virtual-npu":
+        selection.enable_virtual_npu()
     answers: dict[int, list[Answer]] = {}
     backends: set[str] = set()
     with work_folder() as folder:

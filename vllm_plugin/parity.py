@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from npu_ops import virtual_npu
 from vllm_plugin import selection
 from vllm_plugin.demo import default_dtype, memory_options, positive, prepare_imports, prompts_of, write_model
 from vllm_plugin.server import ChildProcess, child_environment, work_folder
@@ -184,6 +185,8 @@ def _device(name: str) -> str:
         raise argparse.ArgumentError(None, "--devices: names separated by commas are required, got an empty one")
     device = selection.choose(selection.requested([], {"VLLM_NPU_PARITY_DEVICE": name}), selection.Machine.read())
     assert device is not None, "a device that is asked for is served or refused"
+    if device == "virtual-npu":
+        selection.enable_virtual_npu()
     return device
 
 
@@ -243,6 +246,8 @@ def _answer(output: Any) -> Answer:
 
 def answer_with_transformers(job: Mapping[str, Any]) -> list[Answer]:
     """Greedy answers by generate() in fp32 on the CPU, and scores of the forced answers by one forward pass each."""
+    if virtual_npu.is_requested():  # another column's device: beside it, transformers loads only this way
+        virtual_npu.enable()
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -286,15 +286,15 @@ def activate() -> str | None:
         return None
     os.environ[envs.DEVICE.name] = device
     if device == "virtual-npu":
-        _enable_virtual_npu()
+        enable_virtual_npu()
     compat.name_the_cpu_build()
     # vLLM's second model runner needs an op of vllm._C for unified addressing, which only the CUDA build has.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     return PLATFORMS[device]
 
 
-def _enable_virtual_npu() -> None:
-    """Now rather than when an NPU is asked for: transformers, which vLLM imports next, loads torch_npu if it is installed."""
+def enable_virtual_npu() -> None:
+    """Before anything imports transformers, which loads a torch_npu that is installed; not only when an NPU is asked for."""
     from npu_ops import virtual_npu
 
     try:

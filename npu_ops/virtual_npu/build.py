@@ -30,6 +30,11 @@ MAIN = "libascendcl.so"
 OPENED = ("libopapi.so", "libhcomm.so", "libruntime.so", "libnnopbase.so", "libmsprofiler.so", "libascend_dump.so")
 SYSTEM = ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1",
           "ld-linux-x86-64.so.2")  # fmt: skip
+# What would have to do something: graphs, kernels of one's own, memory of other processes. All else may say that it is done.
+UNSUPPORTED = re.compile(
+    r"aclmdlRI(?!CaptureGetInfo)\w*|aclrtIpc\w+|aclrtMem(Export|Import)\w+|aclrt(Value|LaunchKernel|Binary)\w+"
+    r"|rtKernelLaunch\w*|aclshmem\w+|aclskOptimize"
+)
 TOOLS = ("gcc", "nm", "readelf")
 
 
@@ -124,14 +129,20 @@ def _compile(folder: Path, wheel: Path, torch: Path) -> None:
     wanted = (_symbols(ours, "--undefined-only") - known) | _looked_up(wheel)
     names = sorted(name for name in wanted - own if not name.startswith(("Py", "_Py")))
     stubs = folder.parent / "stubs.c"
-    forms = {True: "RECORDED", False: "DONE"}
-    stubs.write_text('#include "stubs.h"\n' + "".join(f"{forms[n.endswith('GetWorkspaceSize')]}({n})\n" for n in names))
+    stubs.write_text('#include "stubs.h"\n' + "".join(f"{_form(name)}({name})\n" for name in names))
     main = folder / MAIN
     _run("gcc", *flags, "-shared", str(objects), str(stubs), "-lpthread", f"-Wl,-soname,{MAIN}", "-o", str(main))
     needed = set().union(*(_needed(library) for library in ours)) | set(OPENED)
     for name in sorted(needed - {path.name for path in [*ours, *torchs]} - set(SYSTEM) - {MAIN}):
         depends = [str(main), "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}"]
         _run("gcc", "-shared", "-Wl,--no-as-needed", "-x", "c", os.devnull, "-x", "none", *depends, "-o", str(folder / name))
+
+
+def _form(name: str) -> str:
+    """The macro of stubs.h for a symbol."""
+    if name.endswith("GetWorkspaceSize"):
+        return "RECORDED"
+    return "UNSUPPORTED" if UNSUPPORTED.fullmatch(name) else "DONE"
 
 
 def _wheel_libraries(wheel: Path) -> list[Path]:

@@ -30,7 +30,7 @@ KEPT_NPU = {
     "super_kernel_scope_begin", "super_kernel_scope_end", "unsafe_empty_with_format",
 }  # fmt: skip
 # Ops that take tensors of the host beside those of the device.
-MIXES = {"copy_", "_copy_from", "_copy_from_and_resize", "index", "index_put", "index_put_", "_index_put_impl_",
+MIXES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_",
          "_unsafe_index", "_pack_padded_sequence", "histogram", "tensor_split"}  # fmt: skip
 
 assert attention.OP  # imported for the kernels that it adds to values.VALUES
@@ -63,7 +63,7 @@ def _kernel(op: torch._ops.OpOverload, name: str, base: str) -> Callable[..., An
     if name.startswith("aten::"):
         if base in KEPT_ATEN:
             return None
-        return _recorded(op, _to_copy if base == "_to_copy" else _lowered(op, op, name), is_aten=True)
+        return _recorded(op, SPECIAL.get(base) or _lowered(op, op, name), is_aten=True)
     if base in KEPT_NPU:
         return None
     value = values.VALUES.get(name)
@@ -252,3 +252,24 @@ def _to_copy(
     if pin_memory:
         copy = copy.pin_memory()
     return copy
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """copy_ with its arguments the other way round."""
+    on_cpu(target).copy_(on_cpu(source))
+    return target
+
+
+def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:
+    """How results of ops that fall back to the CPU get into out= tensors."""
+    if target.shape != source.shape:
+        target.resize_(source.shape)
+    return _copy_from(source, target)
+
+
+# aten ops that PyTorch has no CPU kernel for, or whose result is not always on the device.
+SPECIAL: dict[str, Callable[..., Tensor]] = {
+    "_to_copy": _to_copy,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from_and_resize,
+}

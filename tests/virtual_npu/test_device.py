@@ -37,7 +37,7 @@ def test_it_looks_like_an_npu(npu, device):
     assert torch_npu.npu.get_soc_version() == 223
     with torch.device(device):
         assert torch.zeros(2).device.type == device
-    assert torch.ones(2).npu().device == torch.ones(2, device=f"{device}:0").device
+    assert torch.ones(2).npu().device == torch.ones(2, device=f"{device}:0").device  # device-literal: its own method
 
 
 def test_memory_is_counted(npu, device):

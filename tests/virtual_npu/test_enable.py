@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from npu_ops.virtual_npu import build
@@ -105,3 +108,21 @@ def test_the_switch_reaches_npu_ops(in_process):
     assert "1073741824" in out
     said = in_process(code, prelude="", check=False)
     assert "no 'npu' device found" in said
+
+
+def test_the_documents_example_runs(in_process):
+    page = (Path(__file__).parents[2] / "docs" / "virtual_npu.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    out = in_process(example, prelude="")
+    assert "aclnnRmsNorm" in out
+    assert "(1e-06,)" in out
+
+
+def test_what_the_runtime_cannot_do_says_so(in_process):
+    said = in_process(
+        "graph = torch.npu.NPUGraph()\nx = torch.ones(2, device='npu')\n"  # device-literal: the child's own device
+        "with torch.npu.graph(graph):\n    y = x + 1\n",
+        check=False,
+    )
+    assert "AclmdlRICaptureBegin" in said
+    assert "This feature is not supported" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch_npu
@@ -128,6 +130,49 @@ def test_families_that_vllms_runner_uses(device):
         )  # fmt: skip
 
     same(use, make((8, 8), torch.float32, 2), torch.tensor([1, 0, 7, 7]), device=device)
+
+
+MODULES = {
+    "conv": (torch.nn.Conv2d(3, 4, 3, padding=1), (2, 3, 8, 8)),
+    "batch_norm": (torch.nn.BatchNorm2d(3), (2, 3, 8, 8)),
+    "group_norm": (torch.nn.GroupNorm(2, 4), (3, 4, 5)),
+    "pool": (torch.nn.MaxPool2d(2), (1, 2, 6, 6)),
+    "upsample": (torch.nn.Upsample(scale_factor=2), (1, 2, 3, 3)),
+    "pad": (torch.nn.ReflectionPad1d(2), (2, 3, 5)),
+    "glu": (torch.nn.GLU(), (3, 8)),
+    "softmax": (torch.nn.LogSoftmax(0), (3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_and_their_gradients(device, name):
+    module, shape = MODULES[name]
+    twin = copy.deepcopy(module).to(device)
+    here, there = (make(shape, torch.float32, 4).to(d).requires_grad_() for d in ("cpu", device))
+    wanted, got = module(here), twin(there)
+    wanted.square().sum().backward()
+    got.square().sum().backward()
+    torch.testing.assert_close(got.cpu(), wanted)
+    torch.testing.assert_close(there.grad.cpu(), here.grad)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.linalg.inv,  # torch_npu has no kernel for it and falls back to the CPU itself
+        torch.linalg.svdvals,
+        lambda x: torch.fft.rfft(x).abs(),
+        lambda x: torch.histc(x, 4),
+        lambda x: torch.zeros_like(x).scatter_reduce(0, (x > 0).long(), x, "sum"),
+        lambda x: x.to(torch.float8_e4m3fn).float(),
+        torch.vmap(torch.sin),
+        torch.func.grad(lambda y: y.square().sum()),
+        torch.compile(lambda x: x * 2 + 1, backend="eager"),
+    ],
+    ids=["inverse", "svd", "fft", "histogram", "scatter_reduce", "float8", "vmap", "grad", "dynamo"],
+)
+def test_rarer_families(device, call):
+    same(call, make((4, 4), torch.float32, 5) + 4 * torch.eye(4), device=device)
 
 
 BAND = torch.ones(5, 7, dtype=torch.bool).tril(2)

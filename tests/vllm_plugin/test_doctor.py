@@ -23,7 +23,6 @@ PLAIN = Facts(
         missing_cann=("libascendcl.so", "libhccl.so"),
         shadow=None,
         plugins=None,
-        virtual_npu=False,
     ),
     environ={},
     python=(3, 11),

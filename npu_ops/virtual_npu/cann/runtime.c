@@ -170,6 +170,13 @@ aclError aclrtGetStreamOverflowSwitch(aclrtStream stream, uint32_t *flag) {
     return ACL_SUCCESS;
 }
 
+/* No stream is ever captured: graphs are not supported. */
+aclError aclmdlRICaptureGetInfo(aclrtStream stream, aclmdlRICaptureStatus *status, aclmdlRI *model) {
+    if (status) *status = ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+    if (model) *model = NULL;
+    return ACL_SUCCESS;
+}
+
 /* Callbacks run where they are launched: everything before them on the stream has been done. */
 aclError aclrtLaunchCallback(aclrtCallback function, void *data, aclrtCallbackBlockType blocks, aclrtStream stream) {
     function(data);
