@@ -106,7 +106,7 @@ def test_conflict_names_its_remedy(facts, name, detail, remedy):
 def test_a_remedy_that_was_followed_is_seen():
     assert problems(machine(having(NPU, vllm__ascend="0.23.0"), plugins="npu_parity")) == []
     off = replace(having(PLAIN, torch_npu="2.13.0"), environ={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
-    # torch loads now; what is left is that the CPU cannot be served beside a torch_npu without CANN, which transformers imports.
+    # torch loads now; what is left is that transformers imports a torch_npu without CANN, so the CPU cannot be served.
     [left] = problems(off)
     assert (left.name, left.remedy) == ("--device auto", "Run: pip uninstall torch_npu, or choose --device virtual-npu.")
 
