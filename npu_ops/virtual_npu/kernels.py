@@ -23,7 +23,7 @@ KEY = "PrivateUse1"
 KEPT_ATEN = {
     "_has_compatible_shallow_copy_type", "_pin_memory", "_reshape_alias", "alias", "as_strided", "empty", "empty_like",
     "empty_strided", "empty_with_swapped_memory", "is_pinned", "new_empty", "new_empty_strided", "record_stream", "resize_",
-    "set_", "unfold", "view", "view_as_complex", "view_as_real",
+    "set_", "squeeze", "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
 }  # fmt: skip
 KEPT_NPU = {
     "empty_with_format", "get_npu_format", "get_storage_size", "npu_change_data_ptr", "set_op_timeout_ms",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
@@ -35,9 +37,16 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 def to_npu(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on the NPU with the same strides; a tensor that repeats elements by stride 0 becomes contiguous."""
-    if 0 in tensor.stride() and tensor.numel() > 1:
-        tensor = tensor.contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_contiguous():
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        # The usual case, in a third of the time that a CPU tensor over the new memory takes.
+        if size := tensor.nbytes:
+            ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), size)
+        return copy
+    if 0 in tensor.stride():
+        return to_npu(tensor.contiguous(), device)
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if tensor.numel():
-        on_cpu(copy).copy_(tensor)
+    on_cpu(copy).copy_(tensor)
     return copy
