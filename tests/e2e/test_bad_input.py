@@ -18,7 +18,7 @@ from parity_e2e_client import HostError, random_prompt
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype must be auto or the model's own torch.float32, got fp8"),
         ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN is not one of ours. Choose one of: ASCEND_FIA."),
         ({"hf_overrides": {"head_dim": 72}}, "a head dim of (64, 80, 96, 128, 192, 256) is required, got 72"),
-        ({"dtype": "float64"}, "Unknown dtype: 'float64'"),
+        ({"dtype": "float64"}, "Input should be 'auto', 'half', 'float16', 'bfloat16', 'float' or 'float32'"),
     ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
