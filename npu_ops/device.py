@@ -115,12 +115,11 @@ def import_torch_npu() -> None:
     """
     from npu_ops import virtual_npu
 
-    if virtual_npu.is_requested():
-        virtual_npu.enable()
-        return
     try:
-        importlib.import_module("torch_npu")
+        _load_torch_npu()
     except (ImportError, OSError) as error:
+        if virtual_npu.is_requested():
+            raise  # says itself what is missing
         remedy = "Run: source /usr/local/Ascend/ascend-toolkit/set_env.sh"
         raise RuntimeError(f"torch_npu does not load: {error}. {remedy}") from error
 
