@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,11 +37,18 @@ def configuration() -> str:
         "|---|---|---|---|",
     ]
     for name, info in ParityConfig.model_fields.items():
-        values = ", ".join(f"`{value}`" for value in getattr(info.annotation, "__args__", (info.annotation,)))
-        lines.append(f"| `{name}` | {values} | `{info.default}` | {info.description} |")
+        values = ", ".join(f"`{value}`" for value in _values(info.annotation))
+        default = "unset" if info.default is None else f"`{info.default}`"
+        lines.append(f"| `{name}` | {values} | {default} | {info.description} |")
     lines += ["", "## Environment variables", "", "| variable | default | meaning |", "|---|---|---|"]
     lines += [f"| `{v.name}` | {f'`{v.default}`' if v.default else 'unset'} | {v.meaning} |" for v in envs.VARIABLES]
     return "\n".join(lines) + "\n"
+
+
+def _values(annotation: Any) -> list[str]:
+    """A Literal's values, or the names of a union's types; None is told by the default."""
+    choices = getattr(annotation, "__args__", (annotation,))
+    return [choice.__name__ if isinstance(choice, type) else str(choice) for choice in choices if choice is not type(None)]
 
 
 def devices(text: str) -> str:
