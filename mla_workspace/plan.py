@@ -9,7 +9,8 @@ length, hence the name; literal proportions would keep the shortest request in e
 partial results merged, once to each. Of units that do not divide, the shorter requests get one more each. From that follows:
 
 - Every chunk but the last holds all the workspace's units, so there are ``ceil(sum(ceil(context / alignment)) / (workspace //
-  alignment))`` of them. No plan in whole units has fewer, ``equal`` included.
+  alignment))`` of them. No plan in whole units has fewer, ``equal`` included, and one that packed single tokens at most one
+  fewer, if the workspace has a unit for every request.
 - A shorter request never outlasts a longer one: both are cut back to within one unit of the same share, the shorter one to
   no less than the longer one, so that the order of what remains is kept.
 - A request is part of no more chunks than under ``equal``, as its share is never below that of ``equal``.

@@ -81,6 +81,6 @@ def up_projected_bytes(tokens: int, heads: int, qk_dim: int = QK_DIM, v_dim: int
 def partial_bytes(query_tokens: int, heads: int, v_dim: int = V_DIM, itemsize: int = 2) -> int:
     """While a chunk is merged: the running result and its successor in fp32, and the chunk's partial, each with its LSE.
 
-    The number of chunks does not come into it.
+    The number of chunks does not come into it, nor do temporaries of the op that merges.
     """
     return query_tokens * heads * (2 * (v_dim + 1) * FP32 + v_dim * itemsize + FP32)
