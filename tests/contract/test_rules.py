@@ -56,11 +56,18 @@ PACKED = {
     "block_size": 0,
     "actual_seq_kvlen": [300, 340],
 }
+LATENT = {
+    "query": empty(3, 8, 512), "query_rope": empty(3, 8, 64), "key": empty(6, 1, 128, 512), "value": empty(6, 1, 128, 512),
+    "key_rope": empty(6, 1, 128, 64), "num_key_value_heads": 1, "actual_seq_qlen": [1, 3],
+}  # fmt: skip
+LATENT_DECODE = {**LATENT, "query": empty(2, 128, 512), "query_rope": empty(2, 128, 64), "num_query_heads": 128,
+                 "actual_seq_qlen": [1, 2], "sparse_mode": 0, "atten_mask": None}  # fmt: skip
 DECODE = {"query": empty(2, 8, 128), "actual_seq_qlen": [1, 2]}
+SMALL_BLOCKS = {**DECODE, "block_size": 16, "key": empty(60, 16, 256), "value": empty(60, 16, 256),
+                "block_table": empty(2, 20, dtype=torch.int32)}  # fmt: skip
 
 
-@pytest.mark.parametrize("good", [{}, PACKED, DECODE, {**DECODE, "block_size": 16, "key": empty(60, 16, 256),
-                                  "value": empty(60, 16, 256), "block_table": empty(2, 20, dtype=torch.int32)}])  # fmt: skip
+@pytest.mark.parametrize("good", [{}, PACKED, DECODE, SMALL_BLOCKS, LATENT, LATENT_DECODE])
 def test_right_attention_passes(good: dict[str, Any]) -> None:
     rules.check(f"npu::{rules.attention_rules.ATTENTION[1]}", *attention(**good))
 
@@ -101,6 +108,20 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("N * D below 65535", {"query": empty(2, 1, 65536), "num_query_heads": 256, "num_key_value_heads": 256,
                            "input_layout": "BSH"}),
     ("both rope parts or neither", {"query_rope": empty(9, 8, 64)}),
+    ("rope parts as large as query and key", {**LATENT, "key_rope": empty(6, 1, 64, 64)}),
+    ("a query of 512 dims, or of 128", {"query_rope": empty(9, 8, 64), "key_rope": empty(6, 128, 64)}),
+    ("rope parts for a query of 512 dims", {**LATENT, "query_rope": None, "key_rope": None}),
+    ("one key head over latent rows", {**LATENT, **dict.fromkeys(("key", "value"), empty(6, 2, 128, 512)),
+                                       "key_rope": empty(6, 2, 128, 64), "num_key_value_heads": 2}),
+    ("a power of two, at most 128", {**LATENT, "query": empty(3, 6, 512), "query_rope": empty(3, 6, 64), "num_query_heads": 6}),
+    ("1 to 16 query rows", {**LATENT, "query": empty(18, 8, 512), "query_rope": empty(18, 8, 64), "actual_seq_qlen": [1, 18]}),
+    ("1 to 16 query rows", {**LATENT, "actual_seq_qlen": [0, 3]}),
+    ("a block size of 16 or 128", {**LATENT, **dict.fromkeys(("key", "value"), empty(6, 1, 256, 512)),
+                                   "key_rope": empty(6, 1, 256, 64), "block_size": 256}),
+    ("sparse_mode 0 without a mask for one query row", {**LATENT, "sparse_mode": 0, "atten_mask": None}),
+    ("sparse_mode 0 without a mask for one query row", {**LATENT_DECODE, "sparse_mode": 3,
+                                                        "atten_mask": empty(2048, 2048, dtype=torch.int8)}),
+    ("a layout of TND, TND_NTD", {**LATENT, "input_layout": "TND_X"}),
     ("a sink [N] in bf16", {"learnable_sink": empty(8, dtype=torch.float32)}),
 ]  # fmt: skip
 
@@ -119,6 +140,13 @@ def test_first_version_has_the_same_rules() -> None:
     args, kwargs = attention(num_query_heads=4)
     old = {"num_query_heads": "num_heads", "actual_seq_qlen": "actual_seq_lengths", "actual_seq_kvlen": "actual_seq_lengths_kv"}
     with pytest.raises(rules.RuleError, match="num_query_heads to be the query's heads"):
+        rules.check("npu_fused_infer_attention_score", args, {old.get(name, name): x for name, x in kwargs.items()})
+
+
+def test_first_version_takes_fewer_heads_over_a_latent_cache() -> None:
+    args, kwargs = attention(**LATENT)
+    old = {"num_query_heads": "num_heads", "actual_seq_qlen": "actual_seq_lengths", "actual_seq_kvlen": "actual_seq_lengths_kv"}
+    with pytest.raises(rules.RuleError, match="32, 64 or 128 heads with rope parts"):
         rules.check("npu_fused_infer_attention_score", args, {old.get(name, name): x for name, x in kwargs.items()})
 
 
@@ -183,7 +211,7 @@ def test_two_rows_to_one_slot() -> None:
 
 
 def test_every_rule_of_the_operators_is_tried() -> None:
-    tried = ["distinct slots", *(rule for rule, _ in BROKEN), *(rule for _, rule, *_ in OTHERS if rule)]
+    tried = ["distinct slots", "32, 64 or 128 heads", *(rule for rule, _ in BROKEN), *(rule for _, rule, *_ in OTHERS if rule)]
     texts = {rule.text for op in rules.RULES for rule in rules.RULES[op]}
     assert {text for text in texts if not any(part in text for part in tried)} == set()
 
