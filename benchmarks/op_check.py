@@ -49,7 +49,7 @@ def difference(call: Callable[..., Any], contract: OpContract, case: OpCase, dty
     wide, kwargs = copied(case.args, "cpu", torch.float32), copied(case.kwargs, "cpu", torch.float32)
     got, want = call(*args, **case.kwargs), contract.reference(*wide, **kwargs)
     if contract.mutates:
-        got, want = args, wide
+        got, want = (args, got), (wide, want)
     bound, problems = contract.tolerance[dtype], []
     for index, (a, b) in enumerate(zip(tensors(got), tensors(want), strict=True)):
         x, y = a.cpu().double(), b.double()

@@ -138,8 +138,11 @@ OP_STEMS: tuple[str, ...] = (
     "attention_update",
     "fused_infer_attention",
     "gather_kv_cache",
+    "interleave_rope",
+    "kv_rmsnorm_rope_cache",
     "rms_norm",
     "rotary",
     "scatter_kv_cache",
     "swiglu",
+    "transpose_batchmatmul",
 )

@@ -154,6 +154,11 @@ ROWS, CACHE, SLOTS = empty(3, 2, 64), empty(4, 16, 2, 64), torch.tensor([5, 0, 6
 TABLE, LENS = empty(2, 2, dtype=torch.int32), empty(2, dtype=torch.int32)
 FP32, FLAT = empty(6, dtype=torch.float32), empty(6, 64)
 X = empty(1, 5, 4, 64)
+NEW = empty(3, 2, 1, 64)
+KV = (empty(3, 1, 1, 576), empty(512), empty(3, 1, 1, 64), empty(3, 1, 1, 64), torch.tensor([4, 5, -1]),
+      empty(2, 16, 1, 64), empty(2, 16, 1, 512))  # fmt: skip
+PAGED = {"cache_mode": "PA_BNSD", "is_output_kv": True}
+ORDERS = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
 OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
     ("npu_attention_update", "update_type 0 or 1", ([FP32], [FLAT], 7), {}),
@@ -188,6 +193,19 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_add_rms_norm", "summands", (FLAT, FLAT.half(), empty(64)), {}),
     ("npu_swiglu", None, (FLAT,), {}),
     ("npu_swiglu", "is even", (empty(6, 63),), {}),
+    ("npu_interleave_rope", None, (NEW, empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),
+    ("npu_interleave_rope", "cos and sin [B, 1, S or 1, 64]", (NEW, NEW, NEW), {}),
+    ("npu_interleave_rope", "contiguous", (empty(3, 2, 1, 128)[..., :64], empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),
+    ("npu_kv_rmsnorm_rope_cache_v2", None, KV, PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "kv [B, 1, S, 576]", (KV[0][..., :512], *KV[1:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "contiguous caches", (*KV[:6], empty(2, 512, 1, 16).transpose(1, 3)), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 4, -1]), *KV[5:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 32, -1]), *KV[5:]), PAGED),
+    ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
+    ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
+    ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),
+    ("npu_transpose_batchmatmul", "at most 65535", (empty(1, 128, 512), empty(128, 512, 16)), ORDERS),
+    ("npu_transpose_batchmatmul", "multiples of 16", (empty(5, 2, 64), empty(2, 64, 20)), ORDERS),
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from npu_ops.fused_infer_attention import build_case, build_latent_case
 DTYPES = {"fused_infer_attention": (torch.float32, torch.float16)}
 DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
-PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "scatter_kv_cache": 2}
+PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}
 
 
 def split_cases(dtype: torch.dtype) -> Iterator[OpCase]:
@@ -87,15 +87,17 @@ def far_difference(contract: OpContract, case: OpCase) -> str:
     near, kwargs = list(case.args), dict(case.kwargs)
     blocks = 2**31 // near[first][0].numel() + 1
     moved = [far(arg, blocks) if index in (first, first + 1) else arg.clone() for index, arg in enumerate(near)]
-    results = list(op(*near, **kwargs) or near)
-    if contract.name == "scatter_kv_cache":
-        moved[4] = torch.where(moved[4] < 0, -1, moved[4] + blocks * near[2].shape[1])
+    results = list(op(*near, **kwargs) or ())
+    if contract.name in ("scatter_kv_cache", "kv_rmsnorm_rope_cache"):
+        moved[4] = torch.where(moved[4] < 0, -1, moved[4] + blocks * near[first].shape[1])
     elif contract.name == "gather_kv_cache":
         moved[2] += blocks
     else:
         kwargs["block_table"] = kwargs["block_table"] + blocks
         kwargs |= {name: far(x, blocks) for name, x in case.kwargs.items() if name == "key_rope"}
-    others = list(op(*moved, **kwargs) or moved)
+    others = list(op(*moved, **kwargs) or ())
+    if contract.mutates:
+        results, others = [*results, *near], [*others, *moved]
     # The blocks of a larger cache that correspond to the smaller one are its last.
     pairs = [(x, y[-len(x) :]) for x, y in zip(results, others, strict=True) if x.is_floating_point()]
     same = all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
