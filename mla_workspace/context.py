@@ -75,8 +75,8 @@ class Workspace:
     """Memory for one chunk of context, allocated once and filled anew by every gather.
 
     It holds ``tokens`` rows in the order of the requests and their positions. Under DCP ``tokens / dcp`` more take the rows of
-    this rank until they are exchanged: a part of a chunk of ``n`` units of the alignment has at most ``n / dcp`` of them on
-    a rank, padding included, so that what all ranks bring never exceeds ``tokens`` either.
+    this rank until they are exchanged. A unit of the alignment is whole rounds over the ranks, so of a chunk that fits in whole
+    units no rank holds more than ``tokens / dcp`` rows, and what all bring, padded to the most, is ``tokens`` at most.
     """
 
     def __init__(

@@ -67,6 +67,10 @@ class Ranks:
         self._given: list[Tensor] = [torch.empty(0)] * count
         self._barrier = threading.Barrier(count, timeout=60)
 
+    def release(self) -> None:
+        """Let nobody wait for a rank that has failed."""
+        self._barrier.abort()
+
     def all_gather(self, rank: int) -> Callable[[Tensor], Tensor]:
         """The collective as a rank calls it."""
 
@@ -93,8 +97,12 @@ def gathered(plan: ContextPlan, rows: Rows, tokens: int, block_size: int, dcp: i
 
     def run(job: tuple[Workspace, Tensor, Tensor, list[ChunkGather]]) -> Rows:
         workspace, latent, rope, calls = job
-        results = (workspace.gather(latent, rope, call) for call in calls)
-        return [(key[:, 0].cpu().clone(), value[:, 0].cpu().clone()) for key, value in results]
+        try:
+            results = (workspace.gather(latent, rope, call) for call in calls)
+            return [(key[:, 0].cpu().clone(), value[:, 0].cpu().clone()) for key, value in results]
+        except BaseException:
+            ranks.release()
+            raise
 
     with ThreadPoolExecutor(dcp) as pool:
         return list(pool.map(run, jobs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
@@ -188,8 +189,9 @@ def test_a_short_request_beside_a_huge_one_costs_one_chunk():
 
 
 def test_the_comparison_is_printed():
+    env = {**os.environ, "COLUMNS": "240"}
     run = subprocess.run(
-        [sys.executable, "-m", "mla_workspace"], cwd=ROOT, env={"COLUMNS": "240"}, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "mla_workspace"], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     for batch in BATCHES:
