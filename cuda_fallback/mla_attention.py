@@ -174,8 +174,6 @@ def _attend_latent(
         k_rope = tl.load(key_rope + slots[:, None] * ROPE + turns[None, :], mask=inside[:, None], other=0.0)
         # The next tile's blocks are looked up while this one is computed: its loads wait for nothing.
         blocks = _blocks(table, begin + BLOCK_N, high, BLOCK_SIZE, BLOCK_N)
-        # Both conditions hold here. Dots in a block of their own are divided among the warps as best for them alone; else
-        # the compiler gives 8 warps 8 x 16 rows, of which 64 exist, to match the dot below, and half of them do it all twice.
         if BLOCK_M < 64:
             scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
             scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
