@@ -127,7 +127,7 @@ def _attend_latent(
     out [splits, tokens, HEADS, D], lse [splits, tokens, HEADS]. Grid: (tiles, splits); tiles of one token's heads are
     neighbours, so that all but the first find the keys in the L2 cache.
     """
-    WIDTH: tl.constexpr = min(HEADS, BLOCK_M)
+    WIDTH: tl.constexpr = HEADS if HEADS < BLOCK_M else BLOCK_M
     TILE: tl.constexpr = BLOCK_M // WIDTH
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -148,8 +148,7 @@ def _attend_latent(
     head = tl.program_id(0) % HEAD_TILES * BLOCK_M + rows % WIDTH
     live = (rows < TILE * WIDTH) & (index < length) & (head < HEADS)
     token = (start + index).to(tl.int64)
-    dims = tl.arange(0, D)
-    turns = tl.arange(0, ROPE)
+    dims, turns = tl.arange(0, D), tl.arange(0, ROPE)
     query += token[:, None] * stride_qt + head[:, None] * stride_qh + dims[None, :]
     q = tl.load(query, mask=live[:, None], other=0.0)
     query_rope += token[:, None] * stride_rt + head[:, None] * stride_rh + turns[None, :]
@@ -166,16 +165,15 @@ def _attend_latent(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, D], tl.float32)
     table = block_table + clipped.to(tl.int64) * stride_table
-    slots = _latent_slots(table, low, high, BLOCK_SIZE, BLOCK_N)
+    blocks = _blocks(table, low, high, BLOCK_SIZE, BLOCK_N)
     for begin in range(low, high, BLOCK_N):
         inside = begin + tl.arange(0, BLOCK_N) < high
+        slots = blocks.to(tl.int64) * BLOCK_SIZE + (begin % BLOCK_SIZE + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
         # Rows outside hold whatever was there before, NaN too: they are read as 0.
         k = tl.load(latent + slots[:, None] * D + dims[None, :], mask=inside[:, None], other=0.0)
         k_rope = tl.load(key_rope + slots[:, None] * ROPE + turns[None, :], mask=inside[:, None], other=0.0)
-        # The next tile's places are looked up while this one is computed: its loads wait for nothing.
-        slots = _latent_slots(table, begin + BLOCK_N, high, BLOCK_SIZE, BLOCK_N)
-        # Both conditions hold here. Dots in a block of their own are divided among the warps as best for them alone; else
-        # the compiler gives 8 warps 8 x 16 rows, of which 64 exist, to match the dot below, and half of them do it all twice.
+        # The next tile's blocks are looked up while this one is computed: its loads wait for nothing.
+        blocks = _blocks(table, begin + BLOCK_N, high, BLOCK_SIZE, BLOCK_N)
         if BLOCK_M < 64:
             scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
             scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
@@ -207,15 +205,7 @@ def _attend_latent(
 
 
 @triton.jit
-def _latent_slots(
-    table: tl.tensor, begin: tl.tensor, high: tl.tensor, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-) -> tl.tensor:
-    """Rows (int64) of the cache at which the BLOCK_N tokens from ``begin``, a multiple of BLOCK_N, lie."""
-    columns = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:  # all in one block
-        block = tl.load(table + begin // BLOCK_SIZE, mask=begin < high, other=0)
-        slots = block.to(tl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE + columns
-    else:
-        blocks = tl.load(table + (begin + columns) // BLOCK_SIZE, mask=begin + columns < high, other=0)
-        slots = blocks.to(tl.int64) * BLOCK_SIZE + (begin + columns) % BLOCK_SIZE
-    return slots
+def _blocks(table: tl.tensor, begin: tl.tensor, high: tl.tensor, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr) -> tl.tensor:
+    """Blocks of the cache in which the BLOCK_N tokens from ``begin``, a multiple of BLOCK_N, lie: one, if all are in one."""
+    columns = begin + (0 if BLOCK_SIZE % BLOCK_N == 0 else tl.arange(0, BLOCK_N))
+    return tl.load(table + columns // BLOCK_SIZE, mask=columns < high, other=0)
