@@ -49,7 +49,7 @@ def _norm_rope_cache(
     LATENT: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """Row of kv [tokens, LATENT + 2 * PAIRS] into rows of the results, and of the caches seen as [slots, width]. Grid: (tokens,)."""
+    """Row of kv [tokens, LATENT + 2 * PAIRS] into rows of the results and of the caches, [slots, width]. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     source = kv + token * stride_kv

@@ -1,8 +1,8 @@
 """Rotary position embedding of MLA's rope part: pairs of neighbours rotated, results left as two halves.
 
-Ascend op: ``torch_npu.npu_interleave_rope``. DeepSeek's weights pair neighbours (``rotary``'s mode "interleave"). CANN's op leaves
-the first element of every pair in the first half and the second in the second half. Queries and keys are permuted alike, so
-their products are those of the plain rotation; a key so stored must not meet a query rotated by another op.
+Ascend op: ``torch_npu.npu_interleave_rope``. DeepSeek's weights pair neighbours (``rotary``'s mode "interleave"). CANN's op
+leaves the first element of every pair in the first half and the second in the second half. Queries and keys are permuted
+alike, so their products are those of the plain rotation; a key so stored must not meet a query rotated by another op.
 """
 
 from __future__ import annotations

@@ -64,13 +64,17 @@ def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
         yield OpCase(name, (x, weight.to(dtype).to(device)))
 
 
+def _fake(input: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty(*input.shape[:2], weight.shape[2], dtype=input.dtype, device=input.device)
+
+
 _contract = register(
     OpContract(
         name=OP,
         stem=OP,
         schema="(Tensor input, Tensor weight) -> Tensor",
         reference=reference.transpose_batchmatmul,
-        fake=lambda input, weight: torch.empty(*input.shape[:2], weight.shape[2], dtype=input.dtype, device=input.device),
+        fake=_fake,
         cases=_cases,
         # Sums of up to 512 products around 1 in size, in another order; 16 bit: one rounding of such a sum.
         tolerance={

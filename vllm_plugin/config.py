@@ -36,6 +36,13 @@ class ParityConfig(BaseModel):
         "formula (docs/mla.md). Fewer save memory, the most of it the up-projected keys and values, and need more chunks.",
     )
 
+    mla_absorbed_rows: int | None = Field(
+        default=None,
+        ge=0,
+        description="Up to how many new tokens of a request with a cached context ASCEND_MLA runs in absorbed form; more run "
+        "in MHA form. By default what costs the fewest multiplications, 170 for DeepSeek (docs/mla.md gives the rule).",
+    )
+
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ParityConfig:
         """Validate the JSON object of ``--additional-config``.

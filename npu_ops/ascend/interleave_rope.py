@@ -18,7 +18,8 @@ def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return reference.interleave_rope(x, cos, sin)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return torch_npu.npu_interleave_rope(x.unsqueeze(2).contiguous(), widen(cos), widen(sin)).squeeze(2)
+    rotated: Tensor = torch_npu.npu_interleave_rope(x.unsqueeze(2).contiguous(), widen(cos), widen(sin))
+    return rotated.squeeze(2)
 
 
 def widen(part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """npu_ops.kv_rmsnorm_rope_cache on Ascend: torch_npu.npu_kv_rmsnorm_rope_cache_v2, from its documents, not yet run on an NPU.
 
-Its document says nothing of negative slots; CANN's kernel for cache mode PA_BNSD returns such a row and skips its copy. It takes
-16 bits only: fp32 runs the reference.
+Its document says nothing of negative slots; CANN's kernel for cache mode PA_BNSD returns such a row and skips its copy. It
+takes 16 bits only: fp32 runs the reference.
 """
 
 from __future__ import annotations

@@ -58,9 +58,9 @@ def npu_kv_rmsnorm_rope_cache_v2(
     refuse(op, **others)
     if cache_mode not in ("PA", "PA_BNSD") or not is_output_kv:
         raise NotImplementedError(f"{op}: the virtual NPU computes cache_mode PA_BNSD with is_output_kv, got {cache_mode!r}")
-    angles = (_half(part.reshape(-1, ROPE)) for part in (cos, sin))
+    cos, sin = (_half(part.reshape(-1, ROPE)) for part in (cos, sin))
     rope, latent = kv_rmsnorm_rope_cache.kv_rmsnorm_rope_cache(
-        kv.reshape(-1, kv.shape[-1]), gamma, *angles, index, k_cache, ckv_cache, epsilon=epsilon
+        kv.reshape(-1, kv.shape[-1]), gamma, cos, sin, index, k_cache, ckv_cache, epsilon=epsilon
     )
     return tuple(rows.view(*kv.shape[:3], -1) for rows in (rope, latent))  # type: ignore[return-value]
 
@@ -149,8 +149,8 @@ def _bmm_orders(c: Any) -> object:
     return unless(right, orders)
 
 
-@rule("at most 65535 elements to a row of the input (with its heads, if they come second), and a weight whose last two dims are "
-      "multiples of 16", BMM_DOC, "npu_transpose_batchmatmul")  # fmt: skip
+@rule("at most 65535 elements to a row of the input (with its heads, if they come second), and a weight whose last two dims "
+      "are multiples of 16", BMM_DOC, "npu_transpose_batchmatmul")  # fmt: skip
 def _bmm_sizes(c: Any) -> object:
     row = c.input.shape[2] * (c.input.shape[1] if list(c.perm_x1 or ()) == HEADS_FIRST else 1)
     right = row <= 65535 and all(size % LINE == 0 for size in c.weight.shape[1:]) and c.weight.shape[2] < 65536

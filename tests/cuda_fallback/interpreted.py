@@ -82,10 +82,10 @@ def far_cases(contract: OpContract) -> Iterator[OpCase]:
 
 
 def far_difference(contract: OpContract, case: OpCase) -> str:
-    """What changes when ``case`` finds its blocks past 2**31 elements of the cache."""
+    """What changes when ``case`` finds its blocks past 2**31 elements of the wider cache."""
     op, first = contract.provider("CUDA"), PAGED[contract.name]
     near, kwargs = list(case.args), dict(case.kwargs)
-    blocks = 2**31 // near[first][0].numel() + 1
+    blocks = 2**31 // max(near[index][0].numel() for index in (first, first + 1)) + 1
     moved = [far(arg, blocks) if index in (first, first + 1) else arg.clone() for index, arg in enumerate(near)]
     results = list(op(*near, **kwargs) or ())
     if contract.name in ("scatter_kv_cache", "kv_rmsnorm_rope_cache"):

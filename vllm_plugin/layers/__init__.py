@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register every replacement with vLLM's CustomOp registry; once per process (vllm_plugin.hooks sees to it)."""
-    from vllm_plugin.layers import activation, norm, rotary
+    """Register every replacement with vLLM's registry; once per process (vllm_plugin.hooks sees to it)."""
+    from vllm_plugin.layers import activation, mla, norm, rotary
 
-    for module in (activation, norm, rotary):
+    for module in (activation, mla, norm, rotary):
         module.register()
