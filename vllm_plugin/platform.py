@@ -70,8 +70,19 @@ class AscendParityPlatform(Platform):
             _check_block_size(cache.block_size, is_mla=model is not None and model.use_mla)
         else:
             cache.block_size = DEFAULT_BLOCK_SIZE
-        if vllm_config.parallel_config.worker_cls == "auto":
-            vllm_config.parallel_config.worker_cls = cls.worker_cls
+        parallel = vllm_config.parallel_config
+        if parallel.decode_context_parallel_size > 1 and model is not None and model.get_sliding_window() is not None:
+            raise ValueError(
+                "--decode-context-parallel-size: a sliding window cannot be served with a sharded KV cache, and this model has "
+                "one. Leave the flag out."
+            )
+        if parallel.prefill_context_parallel_size > 1:
+            raise ValueError(
+                "--prefill-context-parallel-size: prefill context parallelism is not supported yet, got "
+                f"{parallel.prefill_context_parallel_size}. Leave it out; --decode-context-parallel-size shards the KV cache."
+            )
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = cls.worker_cls
         # vLLM's own settings for the device, where our platform derives from vLLM's (the CPU).
         super().check_and_update_config(vllm_config)
 

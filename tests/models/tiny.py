@@ -138,6 +138,7 @@ def kimi_k2() -> DeepseekV3Config:
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": llama,
+    "llama_mqa": lambda: llama(num_key_value_heads=1),
     "qwen3": qwen3,
     "gemma3": gemma3,
     "deepseek_v2": deepseek_v2,

@@ -13,13 +13,35 @@ vLLM's own helpers for both are Triton kernels, which neither a CPU nor an NPU r
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed import get_dcp_group
+from vllm.platforms import current_platform
 
+from mla_workspace.shards import Shard
 from npu_ops.attention_update import attention_update
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def shard_of(vllm_config: VllmConfig) -> Shard:
+    """This rank's part of the KV cache."""
+    parallel = vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size
+    rank = get_dcp_group().rank_in_group if ranks > 1 else 0
+    return Shard(rank, ranks, parallel.cp_kv_cache_interleave_size)
+
+
+def host_to_device(values: list[int] | Tensor, device: torch.device) -> Tensor:
+    """int32 on the device, without waiting for it."""
+    host = torch.as_tensor(values, dtype=torch.int32)
+    if current_platform.is_pin_memory_available():
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def gather_heads(query: Tensor) -> Tensor:

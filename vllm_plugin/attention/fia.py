@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
@@ -37,6 +37,8 @@ from npu_ops.fused_infer_attention import (
     fused_infer_attention,
 )
 from npu_ops.scatter_kv_cache import scatter_kv_cache
+from vllm_plugin.attention.dcp import host_to_device, shard_of
+from vllm_plugin.attention.fia_dcp import ShardedStep, attend, plan_step
 from vllm_plugin.config import ParityConfig
 
 if TYPE_CHECKING:
@@ -91,6 +93,11 @@ class AscendFiaBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
     @classmethod
+    def supports_dcp(cls) -> bool:
+        """Decode context parallelism."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """No: Ascend's FIA and the CPU reference take the query lengths from the host."""
         return False
@@ -140,7 +147,9 @@ class AscendFiaMetadata:
     """What one KV cache group's layers need for one step.
 
     Attributes:
-        calls: one FIA call, or two for a split batch.
+        calls: one FIA call, or two for a split batch; under DCP none.
+        sharded: under DCP the step's calls, else None.
+        tokens: rows of the batch that belong to requests; the rest is padding.
         slot_mapping: int64 [tokens], slots in half pages; padding is -1.
         num_decodes: requests that decode; they come first.
         num_prefills: all other requests.
@@ -150,6 +159,8 @@ class AscendFiaMetadata:
     slot_mapping: Tensor
     num_decodes: int
     num_prefills: int
+    tokens: int
+    sharded: ShardedStep | None = None
 
 
 def splitting_pays(mode: str, decode_keys: int, prefill_tokens: int) -> bool:
@@ -169,7 +180,8 @@ class AscendFiaMetadataBuilder(AttentionMetadataBuilder[AscendFiaMetadata]):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
+        self._shard = shard_of(vllm_config)
         self._split = ParityConfig.of(vllm_config).fia_split
         self._block_size = kv_cache_spec.block_size
 
@@ -184,17 +196,23 @@ class AscendFiaMetadataBuilder(AttentionMetadataBuilder[AscendFiaMetadata]):
             decode_threshold=self.reorder_batch_threshold or 1,
             treat_short_extends_as_decodes=batch.is_prefilling is None,
         )
-        starts = batch.query_start_loc_cpu.tolist()
+        starts = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         assert batch.seq_lens_cpu_upper_bound is not None, "vLLM's runner fills the host copy of the lengths"
         # Exact: the upper bound differs from the length only under async speculative decoding.
         kvlens = batch.seq_lens_cpu_upper_bound[: batch.num_reqs].tolist()
         halves = self._halves_to_a_page()
         table = batch.block_table_tensor * halves
+        slots, tokens = self._half_page_slots(batch.slot_mapping, halves), starts[batch.num_reqs]
+        if self._shard.dcp > 1:
+            step = plan_step(
+                starts, kvlens, batch.query_start_loc, table[: batch.num_reqs], self._block_size, self._shard, self._on_device
+            )
+            return AscendFiaMetadata((), slots, decodes, prefills, tokens, step)
         ranges = [(0, batch.num_reqs)]
         if splitting_pays(self._split, sum(kvlens[:decodes]), starts[batch.num_reqs] - decode_tokens):
             ranges = [(0, decodes), (decodes, batch.num_reqs)]
         calls = tuple(self._call(batch, table, starts, kvlens, first, last) for first, last in ranges)
-        return AscendFiaMetadata(calls, self._half_page_slots(batch.slot_mapping, halves), decodes, prefills)
+        return AscendFiaMetadata(calls, slots, decodes, prefills, tokens)
 
     def _call(
         self, batch: CommonAttentionMetadata, table: Tensor, starts: list[int], kvlens: list[int], first: int, last: int
@@ -209,6 +227,9 @@ class AscendFiaMetadataBuilder(AttentionMetadataBuilder[AscendFiaMetadata]):
             "block_size": self._block_size,
         }
         return FiaCall(slice(origin, starts[last]), lengths)
+
+    def _on_device(self, values: list[int]) -> Tensor:
+        return host_to_device(values, self.device)
 
     def _halves_to_a_page(self) -> int:
         """Half pages from one block to the next in the layers' memory; 2 unless pages are padded."""
@@ -253,6 +274,9 @@ def split_page_halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 class AscendFiaImpl(AttentionImpl[AscendFiaMetadata]):
     """One layer's attention: write the new keys and values, then one or two FIA calls."""
 
+    can_return_lse_for_decode = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
+
     def __init__(
         self,
         num_heads: int,
@@ -277,6 +301,20 @@ class AscendFiaImpl(AttentionImpl[AscendFiaMetadata]):
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
         self._shares_kv = kv_sharing_target_layer_name is not None
+        self._style = "ag_rs"
+        if self.dcp_world_size > 1:
+            refused: dict[str, object] = {
+                "a sliding window": sliding_window,
+                "learnable sinks": sinks,
+                "shared KV": kv_sharing_target_layer_name,
+            }
+            for feature, value in refused.items():
+                if value is not None:
+                    raise ValueError(
+                        f"ASCEND_FIA: {feature} cannot be served with a sharded KV cache, and this model has it. "
+                        "Leave out --decode-context-parallel-size."
+                    )
+            self._style = get_current_vllm_config().parallel_config.dcp_comm_backend
         self._options: dict[str, Any] = {
             "num_query_heads": num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -313,10 +351,12 @@ class AscendFiaImpl(AttentionImpl[AscendFiaMetadata]):
         slots = attn_metadata.slot_mapping
         if key is not None and value is not None and not self._shares_kv:
             scatter_kv_cache(key[: slots.shape[0]], value[: slots.shape[0]], key_cache, value_cache, slots)
-        end = 0
+        if attn_metadata.sharded and key is not None and value is not None:
+            rows = slice(0, attn_metadata.tokens)
+            caches = key_cache, value_cache
+            output[rows] = attend(attn_metadata.sharded, query[rows], (key[rows], value[rows]), caches, self.scale, self._style)
         for call in attn_metadata.calls:
-            rows, _ = fused_infer_attention(query[call.tokens], key_cache, value_cache, **call.lengths, **self._options)
-            output[call.tokens] = rows
-            end = call.tokens.stop
-        output[end:].zero_()
+            out, _ = fused_infer_attention(query[call.tokens], key_cache, value_cache, **call.lengths, **self._options)
+            output[call.tokens] = out
+        output[attn_metadata.tokens :].zero_()
         return output

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from mla_workspace.plan import plan_context
 from mla_workspace.shards import local_length
 from npu_ops.fused_infer_attention import DTYPES, SPARSE_CAUSAL, SPARSE_NONE
+from vllm_plugin.attention.dcp import host_to_device
 from vllm_plugin.attention.fia import FiaCall
 from vllm_plugin.attention.mla_context import ContextCall, ContextSettings, context_calls
 from vllm_plugin.config import ParityConfig
@@ -257,8 +258,4 @@ class AscendMlaMetadataBuilder(AttentionMetadataBuilder[AscendMlaMetadata]):
         return tuple(context_calls(plan, starts[first:], table, settings.shard, self._on_device))
 
     def _on_device(self, values: list[int] | Tensor) -> Tensor:
-        """int32 on the device, without waiting for it."""
-        host = torch.as_tensor(values, dtype=torch.int32)
-        if current_platform.is_pin_memory_available():
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return host_to_device(values, self.device)

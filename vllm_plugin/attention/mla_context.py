@@ -16,6 +16,7 @@ from mla_workspace.context import ChunkGather, Workspace, chunk_gathers
 from mla_workspace.plan import ContextPlan, Mode, plan_context
 from mla_workspace.shards import Shard
 from mla_workspace.size import cdiv, context_alignment, require_workspace, workspace_tokens
+from vllm_plugin.attention.dcp import shard_of
 from vllm_plugin.attention.fia import FiaCall
 from vllm_plugin.config import ParityConfig
 
@@ -54,10 +55,7 @@ class ContextSettings:
         Raises:
             ValueError: if ``mla_workspace_tokens`` does not fit the block size, the number of requests or the plan.
         """
-        parallel, config = vllm_config.parallel_config, ParityConfig.of(vllm_config)
-        ranks = parallel.decode_context_parallel_size
-        rank = get_dcp_group().rank_in_group if ranks > 1 else 0
-        shard = Shard(rank, ranks, parallel.cp_kv_cache_interleave_size)
+        config, shard = ParityConfig.of(vllm_config), shard_of(vllm_config)
         alignment = context_alignment(vllm_config.cache_config.block_size, shard.dcp, shard.interleave)
         requests = vllm_config.scheduler_config.max_num_seqs
         tokens = config.mla_workspace_tokens
