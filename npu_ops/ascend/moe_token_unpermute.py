@@ -14,8 +14,8 @@ from torch import Tensor
 def moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor) -> Tensor:
     """See npu_ops.moe_token_unpermute.moe_token_unpermute."""
     tokens, width = probs.shape[0], permuted_tokens.shape[1]
-    if permuted_tokens.shape[0] == 0 or tokens == 0:
-        return torch.zeros((tokens, width), dtype=permuted_tokens.dtype, device=permuted_tokens.device)
+    if tokens == 0:
+        return torch.empty((0, width), dtype=permuted_tokens.dtype, device=permuted_tokens.device)
     indices = sorted_indices.view(probs.shape)
     absent = indices < 0
     own = indices.amax(1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from vllm_plugin.demo_model import BOS, EOS, VOCABULARY, write_checkpoint
 
@@ -62,7 +62,29 @@ def gemma3() -> Gemma3TextConfig:
     )
 
 
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {"llama": llama, "qwen3": qwen3, "gemma3": gemma3}
+def qwen3_moe() -> Qwen3MoeConfig:
+    """7 experts, which 2 ranks share unevenly, 3 to a token; widths that are no powers of two."""
+    return Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=72,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        **_COMMON,
+    )
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "qwen3_moe": qwen3_moe,
+}
 
 
 def write(name: str, folder: Path) -> Path:

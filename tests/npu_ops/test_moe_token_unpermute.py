@@ -45,8 +45,8 @@ def test_matches_a_product_with_a_sparse_matrix(
 
 
 def test_a_tokens_nan_stays_its_own(device: str) -> None:
-    rows = torch.ones(4, 8, device=device)
-    rows[0], rows[1] = math.inf, math.nan
+    rows = torch.ones(8, 8, device=device)
+    rows[0], rows[1], rows[4:] = math.inf, math.nan, math.nan
     # Token 0 has the first two rows; the others share a rank's worth of absent experts.
     indices = torch.tensor([0, 1, 2, -1, -1, 3, -1, -1], dtype=torch.int32, device=device)
     out = moe_token_unpermute(rows, indices, torch.full((4, 2), 0.5, device=device))
@@ -112,8 +112,9 @@ def test_no_row_depends_on_its_neighbours(device: str) -> None:
 def test_bad_calls_say_what_to_do(device: str) -> None:
     rows, probs = torch.zeros(8, 16, device=device), torch.zeros(4, 2, device=device)
     indices = torch.zeros(8, dtype=torch.int32, device=device)
-    with pytest.raises(ContractError, match=r"rows \[R, H\] in bf16, fp16 or fp32 is required, got torch\.int32 \(8,\)"):
-        moe_token_unpermute(indices, indices, probs)
+    for wrong in (rows.int(), rows[:7]):
+        with pytest.raises(ContractError, match=r"rows \[8, H\] in bf16, fp16 or fp32 is required, got torch\."):
+            moe_token_unpermute(wrong, indices, probs)
     for wrong in (probs.half(), torch.zeros(1, 513, device=device)):
         with pytest.raises(ContractError, match=r"fp32 probs \[T, K\] with a K of 1 to 512 is required, got torch\.float"):
             moe_token_unpermute(rows, indices, wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Register every replacement with vLLM's CustomOp registry; once per process (vllm_plugin.hooks sees to it)."""
-    from vllm_plugin.layers import activation, norm, rotary
+    from vllm_plugin.layers import activation, moe, norm, rotary
 
-    for module in (activation, norm, rotary):
+    for module in (activation, moe, norm, rotary):
         module.register()
