@@ -74,8 +74,8 @@ def _choose(
     choice = scores
     if bias is not None:
         choice += tl.load(bias + expert, mask=live, other=0.0).to(tl.float32)
-    # A NaN would win no comparison, or every one, and could name an expert that is not there.
-    choice = tl.where(live & (choice == choice), choice, float("-inf"))
+    # False for a NaN, which would win no comparison, or every one, and could name an expert that is not there.
+    choice = tl.where(live & (choice > float("-inf")), choice, float("-inf"))
     if K_GROUP < GROUPS:
         best = tl.max(choice, 1)
         if TOP_TWO:

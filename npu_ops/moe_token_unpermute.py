@@ -24,7 +24,8 @@ def moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: 
         probs: fp32 [T, K], any strides; those of -1 may hold any number.
 
     Returns:
-        [T, H], the dtype of ``permuted_tokens``: summed in fp32 in the order of k and rounded once. 0 where nothing contributes.
+        [T, H], the dtype of ``permuted_tokens``: summed in fp32 in the order of k and rounded once; 0 where nothing
+        contributes.
 
     Raises:
         ContractError: if a shape or dtype does not fit. The indices are device data and are not checked.

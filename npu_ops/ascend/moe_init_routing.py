@@ -1,4 +1,7 @@
-"""npu_ops.moe_init_routing on Ascend: torch_npu.npu_moe_init_routing_v2, written from its documents and not yet run on an NPU."""
+"""npu_ops.moe_init_routing on Ascend: torch_npu.npu_moe_init_routing_v2.
+
+Written from its documents and not yet run on an NPU.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""npu_ops.moe_token_unpermute on Ascend: torch_npu.npu_moe_token_unpermute, written from its documents and not yet run on an NPU.
+"""npu_ops.moe_token_unpermute on Ascend: torch_npu.npu_moe_token_unpermute.
+
+Written from its documents and not yet run on an NPU.
 
 CANN takes rows that exist, not -1. A choice of another rank's expert names a row of the same token instead, with weight 0, so
 that no token meets the NaN of another; a token without any row names the first one, which may be anything, and is set to 0.
+The document wants no index twice. That is for the gradient: a sum that reads a row twice has no order to get wrong.
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def npu_moe_init_routing_v2(
     if unknown := [name for name, known in modes.items() if not known]:
         raise NotImplementedError(f"{ROUTING}: the virtual NPU does not compute with this {unknown[0]}")
     active = list(active_expert_range) or [0, expert_num]
-    rows, row_idx, counts = moe_init_routing.moe_init_routing(
-        x, expert_idx, expert_num=expert_num, active_expert_range=active
-    )
+    rows, row_idx, counts = moe_init_routing.moe_init_routing(x, expert_idx, expert_num=expert_num, active_expert_range=active)
     rows[int(counts.sum()) :] = math.nan
     return rows, row_idx, counts, torch.full((len(row_idx),), math.nan)
 

@@ -145,7 +145,8 @@ def _group_sizes(c: Any) -> object:
 def _combined(c: Any) -> object:
     rows, indices = c.permuted_tokens, c.sorted_indices
     choices = len(indices) if c.probs is None else c.probs.numel()
-    right = rows.dim() == 2 and len(rows) == choices and rows.dtype in FLOATS and indices.dtype == torch.int32 and indices.shape == (choices,)
+    right = rows.dim() == 2 and len(rows) == choices and rows.dtype in FLOATS
+    right = right and indices.dtype == torch.int32 and indices.shape == (choices,)
     return unless(right, [f"{t.dtype} {list(t.shape)}" for t in (rows, indices)])
 
 

@@ -116,7 +116,8 @@ def others() -> Iterator[tuple[str, OpCase]]:
     """The last case of each size that the other ops' contracts name, in bf16."""
     for name, contract in all_contracts().items():
         if name != "fused_infer_attention":
-            wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32", "deepseek-v3", "spare"}
+            wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32",
+                      "deepseek-v3", "spare"}  # fmt: skip
             for case in contract.cases("cpu", torch.bfloat16, 0):
                 if case.name in wanted:
                     yield name, case

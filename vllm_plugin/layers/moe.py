@@ -45,11 +45,11 @@ class ParityRouter(BaseRouter):
         scores = getattr(upstream, "scoring_func", None)
         if not known or scores not in SCORES:
             raise ValueError(
-                f"MoE routing by {type(upstream).__name__} with scores {scores!r} is not supported. Softmax and sigmoid routing is, "
-                "with groups, a correction bias and a scaling factor."
+                f"MoE routing by {type(upstream).__name__} with scores {scores!r} is not supported. Softmax and sigmoid "
+                "routing is, with groups, a correction bias and a scaling factor."
             )
-        if getattr(upstream, "hash_indices_table", None) is not None or getattr(upstream, "bias_vl", None) is not None:
-            raise ValueError("MoE routing by token ids is not supported.")
+        if getattr(upstream, "bias_vl", None) is not None:
+            raise ValueError("A correction bias of its own for image tokens is not supported.")
         if getattr(upstream, "num_fused_shared_experts", 0):
             raise ValueError("Shared experts inside the routed ones are not supported. Switch their fusion off.")
         super().__init__(upstream.top_k, upstream.global_num_experts, upstream.eplb_state)
@@ -107,7 +107,6 @@ class ParityRoutedExperts(RoutedExperts):
         local = self.expert_map_manager.get_local_expert_ids()
         if local != list(range(local[0], local[-1] + 1)):
             raise ValueError(f"{layer_name}: experts of a rank must follow each other. Use --expert-placement-strategy linear.")
-        # First and last but one: the range of npu_ops.moe_init_routing.
         self.active_expert_range = (local[0], local[-1] + 1)
 
 
@@ -116,11 +115,11 @@ def _unsupported(config: FusedMoEConfig, quant_config: Any, options: dict[str, A
     parallel = config.moe_parallel_config
     swiglu_changes = [name for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta") if options.get(name) is not None]
     reasons = {
+        "MoE routing by token ids is not supported.": config.has_hash_routing,
         "quantised experts are not supported yet. Serve a checkpoint in bf16, fp16 or fp32.": quant_config is not None,
         "MoE with data parallelism is not supported yet. Use --tensor-parallel-size, with --enable-expert-parallel if the "
         "experts shall stay whole.": parallel.dp_size > 1,
         "MoE with prefill context parallelism is not supported yet.": parallel.pcp_size > 1,
-        "balancing of experts (--enable-eplb) is not supported yet.": parallel.enable_eplb,
         "LoRA on experts is not supported yet.": config.is_lora_enabled,
         f"experts with activation {config.activation.value} are not supported. SiLU with a gate is.":
             config.activation != MoEActivation.SILU,
@@ -137,11 +136,6 @@ class ParityMoEMethod(UnquantizedFusedMoEMethod):
     @property
     def is_monolithic(self) -> bool:
         """False: the router is not part of the method."""
-        return False
-
-    @property
-    def supports_eplb(self) -> bool:
-        """False: experts of a rank follow each other."""
         return False
 
     def process_weights_after_loading(self, layer: ParityRoutedExperts) -> None:
