@@ -131,6 +131,24 @@ def timed() -> Iterator[tuple[str, str, tuple[Any, ...], dict[str, Any], float]]
     yield "8192x8x128", "scatter_kv_cache", (*packed, *caches, torch.randperm(rows, device=CUDA)), {}, 0.0
     table, lens = torch.randperm(rows // 128, device=CUDA).int()[None], torch.tensor([rows], dtype=torch.int32).to(CUDA)
     yield "8192x8x128", "gather_kv_cache", (*caches, table, lens, *packed), {}, 0.0
+    yield from experts()
+
+
+def experts() -> Iterator[tuple[str, str, tuple[Any, ...], dict[str, Any], float]]:
+    """A layer of 128 experts, 8 to a token, in widths of Qwen3-235B: a prefill chunk, and a decode of 64 requests."""
+    count, k, hidden, inner = 128, 8, 4096, 1536
+    options = {"dtype": torch.bfloat16, "device": CUDA}
+    weight = torch.randn(count, 2 * inner, hidden, **options).transpose(1, 2)
+    routing = {"expert_num": count, "active_expert_range": [0, count]}
+    for tokens in (8192, 64):
+        logits, x = torch.randn(tokens, count, device=CUDA), torch.randn(tokens, hidden, **options)
+        ids = torch.rand(tokens, count, device=CUDA).argsort(1)[:, :k].int()
+        rows, row_idx, sizes = all_contracts()["moe_init_routing"].op(x, ids, **routing)
+        label = f"{tokens}x{hidden}, {k} of {count}"
+        yield label, "moe_gating_top_k", (logits, k), {"renorm": 1}, 0.0
+        yield label, "moe_init_routing", (x, ids), routing, 0.0
+        yield label, "grouped_matmul", (rows, weight, sizes), {}, 2.0 * tokens * k * hidden * 2 * inner
+        yield label, "moe_token_unpermute", (rows, row_idx, torch.rand(tokens, k, device=CUDA)), {}, 0.0
 
 
 def times() -> Iterator[dict[str, Any]]:
