@@ -49,7 +49,7 @@ def difference(call: Callable[..., Any], contract: OpContract, case: OpCase, dty
     wide, kwargs = copied(case.args, "cpu", torch.float32), copied(case.kwargs, "cpu", torch.float32)
     got, want = call(*args, **case.kwargs), contract.reference(*wide, **kwargs)
     if contract.mutates:
-        got, want = args, wide
+        got, want = (args, got), (wide, want)
     got, want = contract.defined(args, tensors(got)), contract.defined(wide, tensors(want))
     problems = []
     for index, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -90,9 +90,11 @@ def checks(device: str) -> Iterator[dict[str, str]]:
                 yield {"op": name, "dtype": str(dtype), "case": case.name, "problem": problem}
 
 
-def attention(queries: int, keys: int, requests: int, mode: int) -> tuple[tuple[Any, ...], dict[str, Any], float]:
-    """A paged bf16 call of ``requests`` equal requests, 32 / 8 heads of 128, and its work in FLOP."""
-    heads, kv_heads, dim, block = 32, 8, 128, 128
+def attention(
+    queries: int, keys: int, requests: int, mode: int, heads: int = 32, kv_heads: int = 8, dim: int = 128
+) -> tuple[tuple[Any, ...], dict[str, Any], float]:
+    """A paged bf16 call of ``requests`` equal requests, and its work in FLOP."""
+    block = 128
     per_request = keys // block
     options = {"dtype": torch.bfloat16, "device": CUDA}
     query = torch.randn(requests * queries, heads, dim, **options)
@@ -110,6 +112,16 @@ def attention(queries: int, keys: int, requests: int, mode: int) -> tuple[tuple[
     return (query, *caches), kwargs, 4.0 * requests * heads * dim * seen
 
 
+def latent_attention(heads: int, rows: int, keys: int, requests: int) -> tuple[tuple[Any, ...], dict[str, Any], float]:
+    """The absorbed form of MLA over a paged bf16 latent cache, causal, and its work in FLOP."""
+    (query, key, _), kwargs, _ = attention(rows, keys, requests, 3, heads=heads, kv_heads=1, dim=512)
+    query_rope = torch.randn(*query.shape[:2], 64, dtype=query.dtype, device=CUDA)
+    key_rope = torch.randn(*key.shape[:3], 64, dtype=key.dtype, device=CUDA)
+    kwargs |= {"query_rope": query_rope, "key_rope": key_rope, "softmax_scale": 192**-0.5}
+    seen = rows * keys - rows * (rows - 1) // 2
+    return (query, key, key), kwargs, 2.0 * requests * heads * (512 + 64 + 512) * seen
+
+
 def timed() -> Iterator[tuple[str, str, tuple[Any, ...], dict[str, Any], float]]:
     """Label, op, arguments, and FLOP of the calls to time; ops without FLOP count by the bytes of their tensors."""
 
@@ -119,6 +131,9 @@ def timed() -> Iterator[tuple[str, str, tuple[Any, ...], dict[str, Any], float]]
     for queries, keys, requests, mode in ((8192, 8192, 1, 3), (2048, 32768, 4, 3), (1, 8192, 64, 0), (1, 131072, 1, 0)):
         args, kwargs, flop = attention(queries, keys, requests, mode)
         yield f"q{queries} k{keys} b{requests} mode{mode}", "fused_infer_attention", args, kwargs, flop
+    for heads, tokens in ((16, 1), (16, 4), (128, 1)):
+        args, kwargs, flop = latent_attention(heads, tokens, 131072, 64)
+        yield f"latent h{heads} q{tokens} k131072 b64", "fused_infer_attention", args, kwargs, flop
     rows, wide = 8192, normal(8192, 5120)
     yield "8192x5120", "rms_norm", (wide, wide[0]), {}, 0.0
     yield "8192x5120", "add_rms_norm", (wide, normal(rows, 5120), wide[0]), {}, 0.0
@@ -158,7 +173,9 @@ def times() -> Iterator[dict[str, Any]]:
     for label, name, args, kwargs, flop in timed():
         op = all_contracts()[name].op
         results = tensors(op(*args, **kwargs))
-        bytes_moved = sum(t.numel() * t.element_size() for t in [*tensors(args), *results])
+        # A latent cache is two of the arguments, and its rope part a keyword.
+        moved = {(t.data_ptr(), t.shape): t for t in tensors([*args, *kwargs.values(), *results])}.values()
+        bytes_moved = sum(t.numel() * t.element_size() for t in moved)
         ms = do_bench(lambda op=op, args=args, kwargs=kwargs: op(*args, **kwargs), return_mode="median")
         record = {"op": name, "shape": label, "ms": ms, "GB/s": bytes_moved / ms / 1e6}
         yield record | ({"TFLOP/s": flop / ms / 1e9} if flop else {})

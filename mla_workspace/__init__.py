@@ -1,4 +1,6 @@
-"""Chunked-context workspace of MLA: its size, its plan, the merging loop.
+"""Cached context of MLA prefills, read chunk by chunk through a workspace.
 
-Empty in this release: the ASCEND_MLA backend will fill it.
+``size`` says how large the workspace is and what a step needs beside it, ``plan`` which tokens a chunk holds, ``shards``
+where a token lies under decode context parallelism, ``context`` gathers the chunks and merges what attention makes of them.
+``python -m mla_workspace`` compares the plans.
 """

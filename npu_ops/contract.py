@@ -141,6 +141,8 @@ OP_STEMS: tuple[str, ...] = (
     "fused_infer_attention",
     "gather_kv_cache",
     "grouped_matmul",
+    "interleave_rope",
+    "kv_rmsnorm_rope_cache",
     "moe_gating_top_k",
     "moe_init_routing",
     "moe_token_unpermute",
@@ -148,4 +150,5 @@ OP_STEMS: tuple[str, ...] = (
     "rotary",
     "scatter_kv_cache",
     "swiglu",
+    "transpose_batchmatmul",
 )

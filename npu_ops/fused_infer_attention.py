@@ -10,25 +10,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from npu_ops.contract import OpCase, OpContract, Tolerance, register, require
+from npu_ops.attention_limits import (
+    BLOCK_SIZES,
+    DTYPES,
+    HEAD_DIMS,
+    LATENT_DIM,
+    MHA_DIMS,
+    OP,
+    ROPE_DIM,
+    SPARSE_BAND,
+    SPARSE_CAUSAL,
+    SPARSE_NONE,
+    validate_cache,
+    validate_latent,
+    validate_latent_rows,
+    validate_lengths,
+    validate_mask,
+    validate_tensors,
+)
+from npu_ops.contract import OpCase, OpContract, Tolerance, register
 from npu_ops.reference import fused_infer_attention as reference
 
-OP = "fused_infer_attention"
-
-HEAD_DIMS = (64, 80, 96, 128, 192, 256)
-BLOCK_SIZES = tuple(range(16, 257, 16))
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# CANN: at most 64 query heads to a KV head, at most 256 query heads, at most 4096 lengths.
-MAX_HEAD_RATIO, MAX_HEADS, MAX_REQUESTS = 64, 256, 4096
 # CANN's spelling of "no limit" for pre_tokens and next_tokens.
 UNLIMITED = 2147483647
-
-SPARSE_NONE, SPARSE_CAUSAL, SPARSE_BAND = 0, 3, 4
+__all__ = [
+    "BLOCK_SIZES", "DTYPES", "HEAD_DIMS", "SPARSE_BAND", "SPARSE_CAUSAL", "SPARSE_NONE", "UNLIMITED", "build_case",
+    "build_latent_case", "fused_infer_attention",
+]  # fmt: skip
 
 
 def fused_infer_attention(
@@ -45,10 +57,12 @@ def fused_infer_attention(
     softmax_scale: float,
     block_table: Tensor | None = None,
     block_size: int = 0,
-    sparse_mode: int = SPARSE_NONE,
+    sparse_mode: int = 0,
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     learnable_sink: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of every request's new tokens over its keys: ``softmax(scale * Q K^T + mask) V``.
@@ -58,11 +72,18 @@ def fused_infer_attention(
     ``p - pre_tokens <= j <= p + next_tokens``; both ends are included, so a sliding window of ``W`` tokens (itself
     among them) is ``pre_tokens = W - 1, next_tokens = 0``.
 
+    With ``query_rope`` and ``key_rope`` the call is the absorbed form of multi-head latent attention: the cache holds one
+    latent row of 512 to a token, which is key and value of every head, beside a rope part of 64, and the scores are
+    ``scale * (Q K^T + Q_rope K_rope^T)``. It wants paged keys in blocks of 16 or 128, one KV head, at most 128 query heads,
+    at most 16 query rows to a request, sparse_mode 0 or 3 and no sink; the limit of heads to a KV head is not asked for. The
+    other form of MLA, keys of 192 with values of 128 for every head, is plain attention over contiguous keys.
+
     Args:
-        query: [T, N, D] bf16, fp16 or fp32; D one of 64, 80, 96, 128, 192, 256. Rows past the last request are
-            padding: their output is 0, their LSE -inf.
+        query: [T, N, D] bf16, fp16 or fp32; D one of 64, 80, 96, 128, 192, 256, or 512 with rope parts; any strides.
+            Rows past the last request are padding: their output is 0, their LSE -inf.
         key: paged [blocks, block_size, N_kv, D] or contiguous packed [T_kv, N_kv, D], the dtype of ``query``; contiguous.
-        value: the shape and dtype of ``key``; contiguous.
+        value: the shape and dtype of ``key``, or [T_kv, N_kv, 128] beside contiguous keys of 192; contiguous. With rope parts
+            it is ``key`` itself; a device reads the one or the other.
         actual_seq_qlen: B host ints, cumulative query lengths without a leading 0 (Ascend's TND rule).
         actual_seq_kvlen: B host ints; paged: keys of each request; contiguous: cumulative without a leading 0.
         query_start_loc: int32 [B + 1] on the device, cumulative query lengths with a leading 0.
@@ -76,19 +97,28 @@ def fused_infer_attention(
         pre_tokens: keys before the row's own position that it sees; read for sparse_mode 4 only.
         next_tokens: keys after the row's own position that it sees; read for sparse_mode 4 only.
         learnable_sink: [N], one extra logit to each head that takes part in the softmax and has no value.
+        query_rope: [T, N, 64] in the dtype of ``query``, any strides; only together with ``key_rope``.
+        key_rope: [blocks, block_size, 1, 64] in the dtype of ``key``; contiguous.
         return_softmax_lse: whether the second result is filled.
 
     Returns:
-        The output [T, N, D] in the dtype of ``query``, and the natural-log LSE [T, N] fp32 (the sink is part of it; shape
-        [0] when not asked for). A row that sees no key gives output 0; its LSE is -inf, or the sink's logit.
+        The output [T, N, D of ``value``] in the dtype of ``query``, and the natural-log LSE [T, N] fp32 (the sink is part of
+        it; shape [0] when not asked for). A row that sees no key gives output 0; its LSE is -inf, or the sink's logit.
 
     Raises:
         ContractError: for whatever CANN would refuse, on every device.
     """
-    _validate_tensors(query, key, value, num_query_heads, num_key_value_heads)
-    _validate_mask(sparse_mode, pre_tokens, next_tokens, learnable_sink, query, num_query_heads)
-    _validate_lengths(query, actual_seq_qlen, actual_seq_kvlen, query_start_loc, seq_lens)
-    _validate_cache(key, block_table, block_size, actual_seq_kvlen)
+    latent = query_rope is not None or key_rope is not None
+    if latent:
+        heads = num_query_heads, num_key_value_heads
+        validate_latent(query, key, value, query_rope, key_rope, *heads, block_table, block_size)
+    else:
+        validate_tensors(query, key, value, num_query_heads, num_key_value_heads)
+        validate_mask(sparse_mode, pre_tokens, next_tokens, learnable_sink, query, num_query_heads)
+    validate_lengths(query, actual_seq_qlen, actual_seq_kvlen, query_start_loc, seq_lens)
+    if latent:
+        validate_latent_rows(sparse_mode, learnable_sink, actual_seq_qlen)
+    validate_cache(key, block_table, block_size, actual_seq_kvlen)
     return _contract.op(  # type: ignore[no-any-return]
         query,
         key,
@@ -106,162 +136,15 @@ def fused_infer_attention(
         pre_tokens=pre_tokens,
         next_tokens=next_tokens,
         learnable_sink=learnable_sink,
+        query_rope=query_rope,
+        key_rope=key_rope,
         return_softmax_lse=return_softmax_lse,
     )
 
 
-def _validate_tensors(query: Tensor, key: Tensor, value: Tensor, heads: int, kv_heads: int) -> None:
-    require(query.dtype in DTYPES, OP, "a bf16, fp16 or fp32 query", query.dtype, "Cast the query.")
-    require(query.dim() == 3, OP, "a query [T, N, D]", tuple(query.shape), "Pack the tokens of all requests.")
-    require(
-        query.shape[-1] in HEAD_DIMS,
-        OP,
-        f"a head dim of {HEAD_DIMS}",
-        query.shape[-1],
-        "Pad the heads to the next one, or use another backend for this model.",
-    )
-    require(
-        key.dtype == query.dtype and value.dtype == query.dtype,
-        OP,
-        f"key and value of {query.dtype}",
-        f"{key.dtype} and {value.dtype}",
-        "Give query, key and value one dtype.",
-    )
-    require(
-        key.shape == value.shape,
-        OP,
-        "key and value of one shape",
-        f"{tuple(key.shape)} and {tuple(value.shape)}",
-        "Split K and V into tensors of their own.",
-    )
-    require(
-        key.is_contiguous() and value.is_contiguous(),
-        OP,
-        "contiguous key and value",
-        f"strides {key.stride()} and {value.stride()}",
-        "Keep K and V in separate contiguous tensors.",
-    )
-    require(
-        query.shape[1] == heads <= MAX_HEADS,
-        OP,
-        f"num_query_heads equal to the query's heads, at most {MAX_HEADS},",
-        f"{heads} for {query.shape[1]} heads",
-        "Pass the heads of this rank.",
-    )
-    require(
-        key.shape[-2] == kv_heads and key.shape[-1] == query.shape[-1],
-        OP,
-        f"a key [..., num_key_value_heads={kv_heads}, D={query.shape[-1]}]",
-        tuple(key.shape),
-        "Pass the KV heads of this rank.",
-    )
-    require(
-        kv_heads > 0 and heads % kv_heads == 0 and heads // kv_heads <= MAX_HEAD_RATIO,
-        OP,
-        f"a whole number of query heads to a KV head, at most {MAX_HEAD_RATIO},",
-        f"{heads} to {kv_heads}",
-        "Choose a tensor parallel size that divides the KV heads.",
-    )
-
-
-def _validate_mask(mode: int, pre: int, after: int, sink: Tensor | None, query: Tensor, heads: int) -> None:
-    require(
-        mode in (SPARSE_NONE, SPARSE_CAUSAL, SPARSE_BAND),
-        OP,
-        "sparse_mode 0, 3 or 4",
-        mode,
-        "Use 3 for causal attention, 4 with pre_tokens for a sliding window.",
-    )
-    require(
-        pre >= 0 and after >= 0,
-        OP,
-        "pre_tokens and next_tokens of at least 0",
-        f"{pre} and {after}",
-        "A window always holds the row's own position.",
-    )
-    if sink is not None:
-        right = sink.shape == (heads,) and sink.dtype in (query.dtype, torch.float32)
-        require(
-            right,
-            OP,
-            f"a sink of shape ({heads},) in {query.dtype} or torch.float32",
-            f"{tuple(sink.shape)} in {sink.dtype}",
-            "Pass the sinks of this rank's heads.",
-        )
-
-
-def _validate_lengths(query: Tensor, qlen: Sequence[int], kvlen: Sequence[int], start: Tensor, lens: Tensor) -> None:
-    count = len(qlen)
-    require(
-        0 < count <= MAX_REQUESTS and len(kvlen) == count,
-        OP,
-        f"1 to {MAX_REQUESTS} lengths, as many of keys as of queries",
-        f"{count} and {len(kvlen)}",
-        "Pass one pair of lengths to a request.",
-    )
-    require(
-        all(a <= b for a, b in pairwise((0, *qlen))) and qlen[-1] <= query.shape[0],
-        OP,
-        f"cumulative query lengths up to {query.shape[0]}",
-        list(qlen[-4:]),
-        "Cumulate the lengths, without a leading 0.",
-    )
-    right = start.dtype == lens.dtype == torch.int32 and start.shape == (count + 1,) and lens.shape == (count,)
-    require(
-        right,
-        OP,
-        f"int32 query_start_loc [{count + 1}] and seq_lens [{count}]",
-        f"{start.dtype} {tuple(start.shape)} and {lens.dtype} {tuple(lens.shape)}",
-        "Pass the device copies of the same lengths.",
-    )
-
-
-def _validate_cache(key: Tensor, block_table: Tensor | None, block_size: int, kvlen: Sequence[int]) -> None:
-    if block_table is None:
-        require(
-            block_size == 0 and key.dim() == 3,
-            OP,
-            "a packed key [T_kv, N_kv, D] and block_size 0 without a block table",
-            f"{tuple(key.shape)} and {block_size}",
-            "Pass the block table of a paged cache.",
-        )
-        require(
-            all(a <= b for a, b in pairwise((0, *kvlen))) and kvlen[-1] <= key.shape[0],
-            OP,
-            f"cumulative key lengths up to {key.shape[0]}",
-            list(kvlen[-4:]),
-            "Contiguous keys want cumulative lengths, without a leading 0.",
-        )
-        return
-    require(
-        block_size in BLOCK_SIZES,
-        OP,
-        "a block size of 16 to 256 in steps of 16",
-        block_size,
-        "Start vLLM with --block-size 128.",
-    )
-    require(
-        key.dim() == 4 and key.shape[1] == block_size,
-        OP,
-        f"a paged key [blocks, {block_size}, N_kv, D]",
-        tuple(key.shape),
-        "View the cache in blocks.",
-    )
-    longest = math.ceil(max(kvlen) / block_size)
-    right = block_table.dtype == torch.int32 and block_table.dim() == 2 and block_table.shape[0] >= len(kvlen)
-    require(
-        right and block_table.shape[1] >= longest,
-        OP,
-        f"an int32 block table of at least [{len(kvlen)}, {longest}]",
-        f"{block_table.dtype} {tuple(block_table.shape)}",
-        "Pass the block table of the same requests.",
-    )
-    require(min(kvlen) >= 0, OP, "key lengths of at least 0", min(kvlen), "Paged keys want one length to a request.")
-
-
 def _fake(query: Tensor, key: Tensor, value: Tensor, *, return_softmax_lse: bool = False, **_: object) -> tuple[Tensor, Tensor]:
     lse_shape = query.shape[:2] if return_softmax_lse else (0,)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.empty((*query.shape[:2], value.shape[-1]), dtype=query.dtype, device=query.device)
     return out, torch.empty(lse_shape, dtype=torch.float32, device=query.device)
 
 
@@ -292,10 +175,12 @@ def build_case(
     device: str,
     dtype: torch.dtype,
     seed: int,
+    value_dim: int = 0,
 ) -> OpCase:
     """Random tensors for one batch of (query length, key length) pairs; ``options`` are further keyword arguments.
 
-    ``shape`` is (query heads, KV heads, head dim, block size or 0 for contiguous keys). Blocks are shuffled, the table has
+    ``shape`` is (query heads, KV heads, head dim, block size or 0 for contiguous keys); contiguous values may have a
+    ``value_dim`` of their own. Blocks are shuffled, the table has
     spare columns that name block 0, and cache rows that belong to no request hold NaN, so that reading one is seen.
     """
     heads, kv_heads, dim, block_size = shape
@@ -320,7 +205,7 @@ def build_case(
                 cache[blocks] = rows.view(count, block_size, kv_heads, dim)
         table = table.to(device)
     else:
-        key, value = normal(sum(kvlens), kv_heads, dim), normal(sum(kvlens), kv_heads, dim)
+        key, value = normal(sum(kvlens), kv_heads, dim), normal(sum(kvlens), kv_heads, value_dim or dim)
     qsum, ksum = torch.tensor(qlens).cumsum(0).tolist(), torch.tensor(kvlens).cumsum(0).tolist()
     kwargs = {
         "actual_seq_qlen": qsum,
@@ -338,6 +223,37 @@ def build_case(
     return OpCase(name, (query.to(device), key.to(device), value.to(device)), kwargs)
 
 
+def build_latent_case(
+    name: str,
+    batch: Sequence[tuple[int, int]],
+    heads: int,
+    block_size: int,
+    options: dict[str, object],
+    device: str,
+    dtype: torch.dtype,
+    seed: int,
+) -> OpCase:
+    """The same for the absorbed form of MLA; the two parts of a query are views of one tensor, as a model may have them."""
+    shape = (heads, 1, LATENT_DIM + ROPE_DIM, block_size)
+    whole = build_case(name, batch, shape, options, device, dtype, seed)
+    (query, query_rope), (key, key_rope) = (x.split((LATENT_DIM, ROPE_DIM), -1) for x in whole.args[:2])
+    latent = key.contiguous()
+    # Scaled as before the absorption, when a head had 128 + 64 dims.
+    parts = {"query_rope": query_rope, "key_rope": key_rope.contiguous(), "softmax_scale": MHA_DIMS[0] ** -0.5}
+    return OpCase(name, (query, latent, latent), {**whole.kwargs, **parts, **options})
+
+
+# Decodes around block edges; several rows that see one more key each, between empty requests; all heads of a large model;
+# rows of mode 0, which see every key.
+_LATENT: list[tuple[str, list[tuple[int, int]], int, int, int]] = [
+    ("decodes", [(1, 15), (1, 16), (1, 17), (1, 127), (1, 128), (1, 129)], 16, 128, SPARSE_NONE),
+    ("rows", [(2, 5), (0, 0), (3, 0), (0, 9), (4, 4), (16, 33), (3, 2)], 3, 16, SPARSE_CAUSAL),
+    ("one-head", [(1, 1), (1, 40)], 1, 16, SPARSE_CAUSAL),
+    ("wide", [(1, 70), (2, 20)], 128, 128, SPARSE_CAUSAL),
+    ("all-keys", [(3, 20), (0, 0), (1, 9)], 2, 128, SPARSE_NONE),
+]
+
+
 def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
     sinks = torch.linspace(-2.0, 2.0, 16)
     for turn, (name, batch) in enumerate((n, b) for n, b in _BATCHES.items() for _ in range(3)):
@@ -347,6 +263,13 @@ def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
             options["learnable_sink"] = sinks[: shape[0]].to(device)
         label = f"{name}-h{shape[0]}k{shape[1]}d{shape[2]}b{shape[3]}-mask{mask['sparse_mode']}{'-sink' if turn % 2 else ''}"
         yield build_case(label, batch, shape, options, device, dtype, seed + turn)
+    for mode, name in ((SPARSE_CAUSAL, "chunk"), (SPARSE_NONE, "holes")):
+        shape = (4, 4, MHA_DIMS[0], 0)
+        options = {"sparse_mode": mode}
+        yield build_case(f"mha-{name}-mask{mode}", _BATCHES[name], shape, options, device, dtype, seed, MHA_DIMS[1])
+    for name, batch, heads, block_size, mode in _LATENT:
+        label = f"latent-{name}-h{heads}b{block_size}-mask{mode}"
+        yield build_latent_case(label, batch, heads, block_size, {"sparse_mode": mode}, device, dtype, seed)
 
 
 _contract = register(
@@ -356,7 +279,8 @@ _contract = register(
         schema="(Tensor query, Tensor key, Tensor value, *, SymInt[] actual_seq_qlen, SymInt[] actual_seq_kvlen,"
         " Tensor query_start_loc, Tensor seq_lens, int num_query_heads, int num_key_value_heads, float softmax_scale,"
         " Tensor? block_table=None, int block_size=0, int sparse_mode=0, int pre_tokens=2147483647,"
-        " int next_tokens=2147483647, Tensor? learnable_sink=None, bool return_softmax_lse=False) -> (Tensor, Tensor)",
+        " int next_tokens=2147483647, Tensor? learnable_sink=None, Tensor? query_rope=None, Tensor? key_rope=None,"
+        " bool return_softmax_lse=False) -> (Tensor, Tensor)",
         reference=reference.fused_infer_attention,
         fake=_fake,
         cases=_cases,

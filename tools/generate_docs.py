@@ -1,18 +1,20 @@
-"""Write the generated parts of docs/: configuration.md, and the version table in devices.md. `--check` only compares."""
+"""Write the generated parts of docs/: configuration.md, and the tables in devices.md and mla.md. `--check` only compares."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from mla_workspace import compare  # noqa: E402
 from vllm_plugin import envs, selection  # noqa: E402
 from vllm_plugin.config import ParityConfig  # noqa: E402
 
-BEGIN, END = "<!-- generated: versions -->", "<!-- end -->"
+BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 
 
 def configuration() -> str:
@@ -36,11 +38,18 @@ def configuration() -> str:
         "|---|---|---|---|",
     ]
     for name, info in ParityConfig.model_fields.items():
-        values = ", ".join(f"`{value}`" for value in getattr(info.annotation, "__args__", (info.annotation,)))
-        lines.append(f"| `{name}` | {values} | `{info.default}` | {info.description} |")
+        values = ", ".join(f"`{value}`" for value in _values(info.annotation))
+        default = "unset" if info.default is None else f"`{info.default}`"
+        lines.append(f"| `{name}` | {values} | {default} | {info.description} |")
     lines += ["", "## Environment variables", "", "| variable | default | meaning |", "|---|---|---|"]
     lines += [f"| `{v.name}` | {f'`{v.default}`' if v.default else 'unset'} | {v.meaning} |" for v in envs.VARIABLES]
     return "\n".join(lines) + "\n"
+
+
+def _values(annotation: Any) -> list[str]:
+    """A Literal's values, or the names of a union's types; None is told by the default."""
+    choices = getattr(annotation, "__args__", (annotation,))
+    return [choice.__name__ if isinstance(choice, type) else str(choice) for choice in choices if choice is not type(None)]
 
 
 def devices(text: str) -> str:
@@ -49,9 +58,20 @@ def devices(text: str) -> str:
     for row in selection.supported_versions():
         names, runs_on = " or ".join(row["distributions"][:2]), ", ".join(row["devices"])
         rows += [f"| {names} | `{row['supported']}` | {runs_on} | {row['why']} |"]
-    before, _, rest = text.partition(BEGIN)
+    return _filled(text, "versions", "\n".join(rows))
+
+
+def mla(text: str) -> str:
+    """docs/mla.md with the comparison of plans written anew."""
+    return _filled(text, "plans", compare.markdown())
+
+
+def _filled(text: str, part: str, content: str) -> str:
+    """The text with what stands between the marks of a part replaced."""
+    begin = BEGIN.format(part)
+    before, _, rest = text.partition(begin)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{chr(10).join(rows)}\n{END}{after}"
+    return f"{before}{begin}\n{content}\n{END}{after}"
 
 
 def main() -> int:
@@ -60,7 +80,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     stale = []
-    for name, make in (("configuration.md", lambda _: configuration()), ("devices.md", devices)):
+    for name, make in (("configuration.md", lambda _: configuration()), ("devices.md", devices), ("mla.md", mla)):
         path = ROOT / "docs" / name
         old = path.read_text() if path.exists() else ""
         new = make(old)

@@ -24,6 +24,24 @@ class ParityConfig(BaseModel):
         description="Whether a batch of decodes and prefills runs as two FIA calls. `auto` splits when both sides are "
         "large enough to be worth a second launch (docs/architecture.md gives the rule).",
     )
+    mla_context_plan: Literal["proportional", "equal"] = Field(
+        default="proportional",
+        description="How the cached context of MLA prefills is split into chunks that fit the workspace. `equal` is Ascend's "
+        "plan; `proportional` needs as few chunks as there can be (docs/mla.md compares them).",
+    )
+    mla_workspace_tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens of cached context that MLA prefills read at a time, a multiple of the block size. Unset: Ascend's "
+        "formula (docs/mla.md). Fewer save memory, the most of it the up-projected keys and values, and need more chunks.",
+    )
+
+    mla_absorbed_rows: int | None = Field(
+        default=None,
+        ge=0,
+        description="Up to how many new tokens of a request with a cached context ASCEND_MLA runs in absorbed form; more run "
+        "in MHA form. By default what costs the fewest multiplications, 170 for DeepSeek (docs/mla.md gives the rule).",
+    )
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ParityConfig:

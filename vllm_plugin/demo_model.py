@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+    from collections.abc import Callable
+
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 # One token to a byte, and two that are no byte: prompts of a known length are strings of that many letters.
 BYTES = 256
@@ -55,11 +57,18 @@ def llama_config() -> PretrainedConfig:
     )
 
 
-def write_checkpoint(folder: Path, config: PretrainedConfig, seed: int = 0, scale: float = 0.2) -> Path:
+def write_checkpoint(
+    folder: Path,
+    config: PretrainedConfig,
+    seed: int = 0,
+    scale: float = 0.2,
+    prepare: Callable[[PreTrainedModel], None] | None = None,
+) -> Path:
     """Write config, safetensors and tokenizer of a randomly initialised model, and return the folder.
 
     ``scale`` is the standard deviation of the weights. It is ten times the usual one: activations then differ from token
-    to token, so a wrong key or position changes the greedy choice and does not hide in near-uniform logits.
+    to token, so a wrong key or position changes the greedy choice and does not hide in near-uniform logits. ``prepare``
+    changes weights that transformers does not draw at random.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -68,6 +77,8 @@ def write_checkpoint(folder: Path, config: PretrainedConfig, seed: int = 0, scal
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
+    if prepare is not None:
+        prepare(model)
     torch.set_rng_state(generator_state)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

@@ -65,9 +65,9 @@ class AscendParityPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         """Validate our settings and the block size; name our worker."""
         ParityConfig.of(vllm_config)
-        cache = vllm_config.cache_config
+        cache, model = vllm_config.cache_config, vllm_config.model_config
         if cache.user_specified_block_size:
-            _check_block_size(cache.block_size)
+            _check_block_size(cache.block_size, is_mla=model is not None and model.use_mla)
         else:
             cache.block_size = DEFAULT_BLOCK_SIZE
         if vllm_config.parallel_config.worker_cls == "auto":
@@ -87,6 +87,13 @@ class AscendParityPlatform(Platform):
         from vllm_plugin.attention import select_backend
 
         return select_backend(selected_backend, attn_selector_config, cls.get_device_capability())
+
+    @classmethod
+    def get_mla_prefill_backend_cls(cls, mla_selector_config: Any) -> Any:
+        """ASCEND_MLA prefills by itself; vLLM's layer wants a class to name."""
+        from vllm_plugin.attention.mla_impl import AscendMlaPrefill
+
+        return AscendMlaPrefill
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
@@ -134,7 +141,12 @@ class AscendParityPlatform(Platform):
         return False
 
 
-def _check_block_size(block_size: int) -> None:
+def _check_block_size(block_size: int, is_mla: bool) -> None:
+    if is_mla and block_size % DEFAULT_BLOCK_SIZE and block_size != 16:
+        raise ValueError(
+            "--block-size: 16 or a multiple of 128 is required for latent attention (MLA), which Ascend's FIA takes, "
+            f"got {block_size}. Use --block-size 128."
+        )
     if block_size not in BLOCK_SIZES:
         raise ValueError(
             f"--block-size: a size of 16 to 256 in steps of 16 is required, got {block_size}. Use --block-size 128."
@@ -156,6 +168,19 @@ class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
         keeps away from torch.accelerator when it shuts down.
         """
         return not self.hosts_model
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """vLLM's settings for its CPU, less those for its own MLA kernels: ours take chunks, cached prefixes and any block."""
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        chunked, tokens, prefixes = (
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching,
+        )  # fmt: skip
+        block_size = cache.block_size if cache.user_specified_block_size else DEFAULT_BLOCK_SIZE
+        super().check_and_update_config(vllm_config)
+        if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = chunked, tokens
+            cache.enable_prefix_caching, cache.block_size = prefixes, block_size
 
     @classmethod
     def get_device_uuid(cls, device_id: int = 0) -> str:

@@ -5,6 +5,9 @@ mode 0 without a mask, 3 and 4 with the compressed one, query lengths below the 
 the same kernels outside of these words, so they are no errors here: fp16 and other head dims go to CANN, which knows.
 fp32 goes to no CANN op: there npu_ops.reference runs, in plain PyTorch on the NPU.
 
+The absorbed form of MLA takes the same layout: with D of 512 the documents allow 1 to 16 query rows to a request, a number of
+heads that is a power of two, and sparse mode 0 without a mask for one row each, 3 with it for more.
+
 What CANN leaves open is set right here from the lengths on the host, so that nothing waits for the device: rows past
 the last request, rows that see no key, and sinks for which the document has no room.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 import torch_npu
@@ -27,6 +30,7 @@ OP = "fused_infer_attention"
 UNLIMITED = 2147483647
 # The kernel multiplies the cache's dims in int32, and those of one row (N_kv * D) in 16 bits.
 MAX_ELEMENTS, MAX_ROW = 2**31 - 1, 65535
+MAX_REQUESTS = 4096
 
 
 def fused_infer_attention(
@@ -47,6 +51,8 @@ def fused_infer_attention(
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     learnable_sink: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See npu_ops.fused_infer_attention.fused_infer_attention."""
@@ -56,7 +62,7 @@ def fused_infer_attention(
             query_start_loc=query_start_loc, seq_lens=seq_lens, num_query_heads=num_query_heads,
             num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale, block_table=block_table,
             block_size=block_size, sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
-            learnable_sink=learnable_sink, return_softmax_lse=return_softmax_lse,
+            learnable_sink=learnable_sink, query_rope=query_rope, key_rope=key_rope, return_softmax_lse=return_softmax_lse,
         )  # fmt: skip
     qlens = [end - start for start, end in pairwise((0, *actual_seq_qlen))]
     tokens, total = query.shape[0], actual_seq_qlen[-1]
@@ -66,15 +72,22 @@ def fused_infer_attention(
         lse = query.new_full((tokens, num_query_heads), -math.inf, dtype=torch.float32)
         if learnable_sink is not None:
             lse[:total] = learnable_sink.float()
-        return query.new_zeros(query.shape), lse if return_softmax_lse else lse.new_empty(0)
+        out = query.new_zeros((*query.shape[:2], value.shape[-1]))
+        return out, lse if return_softmax_lse else lse.new_empty(0)
+    if query_rope is not None and key_rope is not None and block_table is not None:
+        out, lse = _attend_latent(
+            query[:total], key, query_rope[:total], key_rope, qlens, kvlens, softmax_scale, block_table, block_size, sparse_mode
+        )  # fmt: skip
+        _set_rows_without_keys(out, lse, qlens, kvlens, sparse_mode, next_tokens)
+        return _pad(out, tokens, 0.0), _pad(lse, tokens, -math.inf) if return_softmax_lse else lse.new_empty(0)
+    # CANN's sinks are bf16 with D up to 128, and no document says whether its LSE holds them: the rest is merged here.
+    inside = learnable_sink is not None and not return_softmax_lse and _takes_sink(query, value, learnable_sink)
+    outside = None if inside else learnable_sink
     if block_table is None:
         key, value = key[: actual_seq_kvlen[-1]], value[: actual_seq_kvlen[-1]]
     else:
         _check_cache(key, block_size, max(qlens))
         key, value, block_table = key.flatten(2), value.flatten(2), block_table[: len(qlens)]
-    # CANN's sinks are bf16 with D up to 128, and no document says whether its LSE holds them: the rest is merged here.
-    inside = learnable_sink is not None and not return_softmax_lse and _takes_sink(query, learnable_sink)
-    outside = None if inside else learnable_sink
     wants_lse = return_softmax_lse or outside is not None
     out, lse = torch_npu.npu_fused_infer_attention_score_v2(
         query[:total].contiguous(),
@@ -96,12 +109,57 @@ def fused_infer_attention(
         return_softmax_lse=wants_lse,
     )
     lse = lse.view(total, num_query_heads) if wants_lse else lse.new_empty(0)
-    for start, stop in _rows_without_keys(qlens, kvlens, sparse_mode, next_tokens):
-        out[start:stop] = 0
-        lse[start:stop] = -math.inf  # of nothing, where no LSE was asked for
+    _set_rows_without_keys(out, lse, qlens, kvlens, sparse_mode, next_tokens)
     if outside is not None:
         out, lse = _merge_sink(out, lse, outside)
     return _pad(out, tokens, 0.0), _pad(lse, tokens, -math.inf) if return_softmax_lse else lse.new_empty(0)
+
+
+def _attend_latent(
+    query: Tensor,
+    key: Tensor,
+    query_rope: Tensor,
+    key_rope: Tensor,
+    qlens: Sequence[int],
+    kvlens: Sequence[int],
+    scale: float,
+    block_table: Tensor,
+    block_size: int,
+    sparse_mode: int,
+) -> tuple[Tensor, Tensor]:
+    """The absorbed form over packed rows that all belong to a request; the latent cache is key and value."""
+    require(key.numel() <= MAX_ELEMENTS, OP, f"a cache of at most {MAX_ELEMENTS} elements a layer", key.numel(),
+            "Lower --num-gpu-blocks-override or --gpu-memory-utilization, or raise the parallel size.")  # fmt: skip
+    # Of several rows to a request CANN knows the causal kind alone: rows that all see every key are requests of their own.
+    single = sparse_mode == 0 or max(qlens) <= 1
+    # CANN takes no request without rows.
+    owners = [i for i, rows in enumerate(qlens) for _ in range(rows if single else min(rows, 1))]
+    require(len(owners) <= MAX_REQUESTS, OP, f"at most {MAX_REQUESTS} requests, or rows of sparse_mode 0, with a latent cache",
+            len(owners), "Lower --max-num-seqs.")  # fmt: skip
+    table = block_table[: len(qlens)] if owners == list(range(len(qlens))) else block_table[owners]
+    tokens, heads = query.shape[:2]
+    padding = (0, 0, 0, (1 << (heads - 1).bit_length()) - heads)  # up to the next power of two
+    latent = key.view(-1, 1, *key.shape[1::2])
+    out, lse = torch_npu.npu_fused_infer_attention_score_v2(
+        torch.nn.functional.pad(query, padding).contiguous(),
+        latent,
+        latent,
+        query_rope=torch.nn.functional.pad(query_rope, padding).contiguous(),
+        key_rope=key_rope.view(-1, 1, *key_rope.shape[1::2]),
+        atten_mask=None if single else _mask(query.device),
+        actual_seq_qlen=list(accumulate(1 if single else qlens[i] for i in owners)),
+        actual_seq_kvlen=[kvlens[i] for i in owners],
+        block_table=table,
+        num_query_heads=heads + padding[-1],
+        num_key_value_heads=1,
+        softmax_scale=scale,
+        input_layout="TND",
+        sparse_mode=0 if single else 3,
+        block_size=block_size,
+        return_softmax_lse=True,
+    )
+    lse = lse.view(tokens, -1)
+    return (out[:, :heads].contiguous(), lse[:, :heads].contiguous()) if padding[-1] else (out, lse)
 
 
 def _check_cache(key: Tensor, block_size: int, longest: int) -> None:
@@ -120,8 +178,8 @@ def _mask(device: torch.device) -> Tensor:
     return torch.ones(2048, 2048, dtype=torch.int8).triu(1).to(device)
 
 
-def _takes_sink(query: Tensor, sink: Tensor) -> bool:
-    return query.dtype == sink.dtype == torch.bfloat16 and query.shape[-1] <= 128
+def _takes_sink(query: Tensor, value: Tensor, sink: Tensor) -> bool:
+    return query.dtype == sink.dtype == torch.bfloat16 and value.shape[-1] <= 128
 
 
 def _rows_without_keys(
@@ -136,6 +194,15 @@ def _rows_without_keys(
         if empty:
             yield start, start + empty
         start += rows
+
+
+def _set_rows_without_keys(
+    out: Tensor, lse: Tensor, qlens: Sequence[int], kvlens: Sequence[int], sparse_mode: int, next_tokens: int
+) -> None:
+    """Write the result of rows that CANN leaves open."""
+    for start, stop in _rows_without_keys(qlens, kvlens, sparse_mode, next_tokens):
+        out[start:stop] = 0
+        lse[start:stop] = -math.inf  # of nothing, where no LSE was asked for
 
 
 def _merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,23 +32,35 @@ def fused_infer_attention(
     pre_tokens: int = UNLIMITED,
     next_tokens: int = UNLIMITED,
     learnable_sink: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     return_softmax_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See npu_ops.fused_infer_attention.fused_infer_attention."""
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    out = torch.zeros((*query.shape[:2], value.shape[-1]), dtype=query.dtype, device=query.device)
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     kv_starts = (0, *actual_seq_kvlen)
+
+    def rows(tensor: Tensor, request: int) -> Tensor:
+        """Keys or values of one request, packed."""
+        if block_table is None:
+            return tensor[kv_starts[request] : kv_starts[request + 1]]
+        length = actual_seq_kvlen[request]
+        blocks = block_table[request, : math.ceil(length / block_size)].long()
+        return tensor[blocks].flatten(0, 1)[:length]
+
+    if query_rope is not None:
+        query = torch.cat((query, query_rope), -1)
     for request, (start, end) in enumerate(pairwise((0, *actual_seq_qlen))):
         if start == end:
             continue
-        if block_table is None:
-            keys = key[kv_starts[request] : kv_starts[request + 1]]
-            values = value[kv_starts[request] : kv_starts[request + 1]]
-        else:
-            length = actual_seq_kvlen[request]
-            blocks = block_table[request, : math.ceil(length / block_size)].long()
-            keys = key[blocks].flatten(0, 1)[:length]
-            values = value[blocks].flatten(0, 1)[:length]
+        keys = rows(key, request)
+        if key_rope is not None:
+            # In fp32 at once: a request is many tiles over the same keys.
+            keys = torch.cat((keys, rows(key_rope, request)), -1).float()
+        # Of a latent cache, which is key and value, the request's rows are taken once.
+        shared = key_rope is not None and value.data_ptr() == key.data_ptr()
+        values = keys[..., : value.shape[-1]] if shared else rows(value, request)
         limits = _visible(end - start, keys.shape[0], sparse_mode, pre_tokens, next_tokens)
         _attend(query[start:end], keys, values, limits, softmax_scale, learnable_sink, out[start:end], lse[start:end])
     return out, lse if return_softmax_lse else lse.new_empty(0)
@@ -76,7 +88,7 @@ def _attend(
 ) -> None:
     """Fill ``out`` and ``lse`` of one request, some query rows at a time, over just the keys those rows can see."""
     rows, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, value_dim = keys.shape[1], values.shape[2]
     first, last = limits
     step = max(1, TILE_ELEMENTS // max(1, heads * keys.shape[0]))
     for begin in range(0, rows, step):
@@ -103,7 +115,7 @@ def _attend(
         if sink is not None:
             total += torch.exp(sink.float()[:, None] - top)
         v = values[low:high].float().transpose(0, 1)
-        mixed = (weights.view(kv_heads, -1, high - low) @ v).view(heads, stop - begin, dim)
+        mixed = (weights.view(kv_heads, -1, high - low) @ v).view(heads, stop - begin, value_dim)
         mixed /= total.masked_fill(total == 0, 1.0)[..., None]
         out[begin:stop] = mixed.transpose(0, 1).to(out.dtype)
         lse[begin:stop] = (top + total.log()).transpose(0, 1)

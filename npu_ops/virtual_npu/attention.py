@@ -84,17 +84,16 @@ def npu_fused_infer_attention_score_v2(
     """softmax(scale * q k^T + mask) v and its LSE, [..., 1] in fp32, or an empty LSE if none was asked for."""
     refuse(OP, **others)
     heads, kv_heads = num_query_heads, num_key_value_heads or num_query_heads
+    sizes = (heads, kv_heads)
+    packed = _pack(query, key, value, actual_seq_qlen, actual_seq_kvlen, sizes, input_layout, block_table)
+    rope = None
     if query_rope is not None and key_rope is not None:
-        query, key = _with_rope(query, query_rope, heads, input_layout), _with_rope(key, key_rope, kv_heads, input_layout)
-    packed = _pack(query, key, value, actual_seq_qlen, actual_seq_kvlen, (heads, kv_heads), input_layout, block_table)
+        rope = _pack(query_rope, key_rope, key_rope, actual_seq_qlen, actual_seq_kvlen, sizes, input_layout, block_table)
     _check_mask(atten_mask, sparse_mode)
-    width = packed.value.shape[-1]
-    # The reference has one width for keys and values; columns of zeros add zeros.
-    values = torch.nn.functional.pad(packed.value, (0, packed.key.shape[-1] - width))
     out, lse = fused_infer_attention(
         packed.query,
         packed.key,
-        values,
+        packed.value,
         actual_seq_qlen=packed.qlens,
         actual_seq_kvlen=packed.kvlens,
         query_start_loc=torch.tensor([0, *packed.qlens]),
@@ -108,9 +107,10 @@ def npu_fused_infer_attention_score_v2(
         pre_tokens=pre_tokens,
         next_tokens=next_tokens,
         learnable_sink=learnable_sink,
+        query_rope=rope.query if rope else None,
+        key_rope=rope.key if rope else None,
         return_softmax_lse=True,
     )
-    out = out[..., :width].contiguous()
     if not inner_precise & FIX_EMPTY_ROWS:
         empty = lse == -math.inf
         out[empty] = math.nan
@@ -123,13 +123,6 @@ def _check_mask(mask: Tensor | None, sparse_mode: int) -> None:
         raise NotImplementedError(f"{OP}: the virtual NPU computes sparse modes 0, 1, 3 and 4, got {sparse_mode}")
     if sparse_mode in (0, 1) and mask is not None and bool(mask.any()):
         raise NotImplementedError(f"{OP}: the virtual NPU computes with the compressed masks of sparse modes 3 and 4 only")
-
-
-def _with_rope(nope: Tensor, rope: Tensor, heads: int, layout: str) -> Tensor:
-    """Head dims of both parts side by side."""
-    if layout == "BSH" and nope.dim() == 3:
-        return torch.cat([_split(nope, heads), _split(rope, heads)], -1).flatten(-2)
-    return torch.cat((nope, rope), -1)
 
 
 def _pack(

@@ -55,6 +55,11 @@ def _packed(call: Any) -> bool:
     return _layout(call) in ("TND", "NTD")
 
 
+def _latent(call: Any) -> bool:
+    """The absorbed form of MLA: rope parts beside a latent of 512 dims."""
+    return call.query_rope is not None and call.key_rope is not None and _query_dims(call)[1] == 512
+
+
 def attention_rule(text: str) -> Callable[[Broken], Broken]:
     """A rule of both versions."""
     return rule(text, FIA, *ATTENTION)
@@ -71,10 +76,10 @@ def _query_heads(c: Any) -> object:
     return unless(heads == c.num_query_heads <= 256, f"{c.num_query_heads} for {heads} heads")
 
 
-@attention_rule("a whole number of query heads to a key head, at most 64")
+@attention_rule("a whole number of query heads to a key head, at most 64 but with rope parts and 512 dims")
 def _head_ratio(c: Any) -> object:
     heads, kv_heads = c.num_query_heads, _kv_heads(c)
-    return unless(heads % kv_heads == 0 and heads // kv_heads <= 64, f"{heads} to {kv_heads}")
+    return unless(heads % kv_heads == 0 and (heads // kv_heads <= 64 or _latent(c)), f"{heads} to {kv_heads}")
 
 
 @attention_rule("a head dim of at most 512, a multiple of 16 (int8: of 32)")
@@ -205,8 +210,7 @@ def _block_table(c: Any) -> object:
 
 @attention_rule("a block size of 128, 256, 384 or 512 for more than one query row a request")
 def _prompt_block(c: Any) -> object:
-    # Rope parts take 16 as well: the rule below.
-    free = c.block_table is None or c.query_rope is not None or _longest(c) <= 1
+    free = c.block_table is None or _latent(c) or _longest(c) <= 1
     return unless(free or (c.block_size % 128 == 0 and 128 <= c.block_size <= 512), c.block_size)
 
 
@@ -246,6 +250,70 @@ def _rope(c: Any) -> object:
         return "one"
     right = parts[0].shape[-1] == 64 and c.query.dtype in (parts[0].dtype, torch.int8)
     return unless(right and c.key.dtype in (parts[1].dtype, torch.int8), [f"{x.dtype} {list(x.shape)}" for x in parts])
+
+
+@attention_rule("rope parts as large as query and key but for their last dim")
+def _rope_shapes(c: Any) -> object:
+    if c.query_rope is None or c.key_rope is None or _layout(c) == "BSH":
+        return None
+    pairs = (c.query, c.query_rope), (c.key, c.key_rope)
+    # A latent cache in FRACTAL_NZ has its head dim in two.
+    right = all(whole.shape[:-1] == part.shape[:-1] for whole, part in pairs if whole.dim() < 5)
+    return unless(right, [(list(whole.shape), list(part.shape)) for whole, part in pairs])
+
+
+@attention_rule("with rope parts a query of 512 dims, or of 128 in layouts TND and NTD_TND without a block table")
+def _rope_dims(c: Any) -> object:
+    if c.query_rope is None or _latent(c):
+        return None
+    right = _query_dims(c)[1] == 128 and c.input_layout in ("TND", "NTD_TND") and c.block_table is None
+    return unless(right, f"{list(c.query.shape)} in {c.input_layout}")
+
+
+@attention_rule("rope parts for a query of 512 dims in layout TND")
+def _latent_rope(c: Any) -> object:
+    return unless(not _packed(c) or _query_dims(c)[1] != 512 or _latent(c), "none")
+
+
+@attention_rule("one key head over latent rows of 512 dims with rope parts")
+def _latent_kv_heads(c: Any) -> object:
+    return unless(not _latent(c) or _kv_heads(c) == 1, _kv_heads(c))
+
+
+@rule("32, 64 or 128 heads with rope parts and 512 dims", FIA, ATTENTION[0])
+def _latent_heads_v1(c: Any) -> object:
+    return unless(not _latent(c) or c.num_query_heads in (32, 64, 128), c.num_query_heads)
+
+
+@rule("a number of heads that is a power of two, at most 128, with rope parts and 512 dims", FIA, ATTENTION[1])
+def _latent_heads(c: Any) -> object:
+    return unless(not _latent(c) or c.num_query_heads in (1, 2, 4, 8, 16, 32, 64, 128), c.num_query_heads)
+
+
+@attention_rule("1 to 16 query rows to a request with rope parts and 512 dims")
+def _latent_rows(c: Any) -> object:
+    if not _latent(c):
+        return None
+    rows = [b - a for a, b in pairwise((0, *c.actual_seq_qlen))] if _packed(c) else [_longest(c)]
+    return unless(min(rows) >= 1 and max(rows) <= 16, rows)
+
+
+@attention_rule("a block table and a block size of 16 or 128 (FRACTAL_NZ: 128) with rope parts and 512 dims")
+def _latent_block(c: Any) -> object:
+    sizes = (128,) if c.key.dim() == 5 else (16, 128)
+    return unless(not _latent(c) or (c.block_table is not None and c.block_size in sizes), c.block_size)
+
+
+@attention_rule("with rope parts and 512 dims, sparse_mode 0 without a mask for one query row, 3 with a mask for more")
+def _latent_mask(c: Any) -> object:
+    right = (c.sparse_mode, c.atten_mask is not None) == ((3, True) if _longest(c) > 1 else (0, False))
+    return unless(not _latent(c) or right, f"{c.sparse_mode} for {_longest(c)} rows")
+
+
+@attention_rule("a layout of TND, TND_NTD, BSH, BSND, BNSD, BSH_NBSD, BSND_NBSD or BNSD_NBSD with rope parts and 512 dims")
+def _latent_layout(c: Any) -> object:
+    layouts = {"TND", "TND_NTD", *(f"{x}{y}" for x in ("BSH", "BSND", "BNSD") for y in ("", "_NBSD"))}
+    return unless(not _latent(c) or c.input_layout in layouts, c.input_layout)
 
 
 @rule("a sink [N] in bf16, for layouts TND and NTD and values of at most 128 dims", FIA, ATTENTION[1])

@@ -75,6 +75,7 @@ def scattered(x: Tensor) -> Tensor:
 
 
 ATTENTION, CASE = "fused_infer_attention", "mixed-b128"
+LATENT = "latent-rows-h3b16-mask3"
 MUTATIONS = [
     # The five that the project promises.
     Mutation("query and key swapped", ATTENTION, CASE, swap("query", "key"), "a+b+d"),
@@ -95,6 +96,12 @@ MUTATIONS = [
     Mutation("no key", ATTENTION, CASE, without("key"), "a+b+c"),
     Mutation("scale forgotten", ATTENTION, CASE, without("softmax_scale"), "a"),
     Mutation("another layout", ATTENTION, CASE, put("input_layout", lambda x: "BSND"), "a+b"),
+    Mutation("rope and latent parts swapped", ATTENTION, LATENT, swap("query", "query_rope"), "a+d"),
+    Mutation("rope and latent caches swapped", ATTENTION, LATENT, swap("key", "key_rope"), "a+d"),
+    Mutation("no rope part", ATTENTION, LATENT, without("query_rope"), "a+d"),
+    Mutation("no rope cache", ATTENTION, LATENT, without("key_rope"), "a+d"),
+    Mutation("heads not padded", ATTENTION, LATENT, put("num_query_heads", lambda x: 3), "a+d"),
+    Mutation("causal decode without a mask", ATTENTION, LATENT, put("sparse_mode", lambda x: 0), "a+d"),
     Mutation("partials not flat", "attention_update", "pair", put("lse", lambda x: [part[None] for part in x]), "a+b+d"),
     Mutation("partial LSE in bf16", "attention_update", "pair", put("lse", lambda x: [part.bfloat16() for part in x]), "a+b+d"),
     Mutation("a slot of -1", "scatter_kv_cache", "odd", put("slot_mapping", lambda x: x.where(x < x.max(), -1)), "d"),

@@ -56,11 +56,18 @@ PACKED = {
     "block_size": 0,
     "actual_seq_kvlen": [300, 340],
 }
+LATENT = {
+    "query": empty(3, 8, 512), "query_rope": empty(3, 8, 64), "key": empty(6, 1, 128, 512), "value": empty(6, 1, 128, 512),
+    "key_rope": empty(6, 1, 128, 64), "num_key_value_heads": 1, "actual_seq_qlen": [1, 3],
+}  # fmt: skip
+LATENT_DECODE = {**LATENT, "query": empty(2, 128, 512), "query_rope": empty(2, 128, 64), "num_query_heads": 128,
+                 "actual_seq_qlen": [1, 2], "sparse_mode": 0, "atten_mask": None}  # fmt: skip
 DECODE = {"query": empty(2, 8, 128), "actual_seq_qlen": [1, 2]}
+SMALL_BLOCKS = {**DECODE, "block_size": 16, "key": empty(60, 16, 256), "value": empty(60, 16, 256),
+                "block_table": empty(2, 20, dtype=torch.int32)}  # fmt: skip
 
 
-@pytest.mark.parametrize("good", [{}, PACKED, DECODE, {**DECODE, "block_size": 16, "key": empty(60, 16, 256),
-                                  "value": empty(60, 16, 256), "block_table": empty(2, 20, dtype=torch.int32)}])  # fmt: skip
+@pytest.mark.parametrize("good", [{}, PACKED, DECODE, SMALL_BLOCKS, LATENT, LATENT_DECODE])
 def test_right_attention_passes(good: dict[str, Any]) -> None:
     rules.check(f"npu::{rules.attention_rules.ATTENTION[1]}", *attention(**good))
 
@@ -101,6 +108,20 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("N * D below 65535", {"query": empty(2, 1, 65536), "num_query_heads": 256, "num_key_value_heads": 256,
                            "input_layout": "BSH"}),
     ("both rope parts or neither", {"query_rope": empty(9, 8, 64)}),
+    ("rope parts as large as query and key", {**LATENT, "key_rope": empty(6, 1, 64, 64)}),
+    ("a query of 512 dims, or of 128", {"query_rope": empty(9, 8, 64), "key_rope": empty(6, 128, 64)}),
+    ("rope parts for a query of 512 dims", {**LATENT, "query_rope": None, "key_rope": None}),
+    ("one key head over latent rows", {**LATENT, **dict.fromkeys(("key", "value"), empty(6, 2, 128, 512)),
+                                       "key_rope": empty(6, 2, 128, 64), "num_key_value_heads": 2}),
+    ("a power of two, at most 128", {**LATENT, "query": empty(3, 6, 512), "query_rope": empty(3, 6, 64), "num_query_heads": 6}),
+    ("1 to 16 query rows", {**LATENT, "query": empty(18, 8, 512), "query_rope": empty(18, 8, 64), "actual_seq_qlen": [1, 18]}),
+    ("1 to 16 query rows", {**LATENT, "actual_seq_qlen": [0, 3]}),
+    ("a block size of 16 or 128", {**LATENT, **dict.fromkeys(("key", "value"), empty(6, 1, 256, 512)),
+                                   "key_rope": empty(6, 1, 256, 64), "block_size": 256}),
+    ("sparse_mode 0 without a mask for one query row", {**LATENT, "sparse_mode": 0, "atten_mask": None}),
+    ("sparse_mode 0 without a mask for one query row", {**LATENT_DECODE, "sparse_mode": 3,
+                                                        "atten_mask": empty(2048, 2048, dtype=torch.int8)}),
+    ("a layout of TND, TND_NTD", {**LATENT, "input_layout": "TND_X"}),
     ("a sink [N] in bf16", {"learnable_sink": empty(8, dtype=torch.float32)}),
 ]  # fmt: skip
 
@@ -122,6 +143,13 @@ def test_first_version_has_the_same_rules() -> None:
         rules.check("npu_fused_infer_attention_score", args, {old.get(name, name): x for name, x in kwargs.items()})
 
 
+def test_first_version_takes_fewer_heads_over_a_latent_cache() -> None:
+    args, kwargs = attention(**LATENT)
+    old = {"num_query_heads": "num_heads", "actual_seq_qlen": "actual_seq_lengths", "actual_seq_kvlen": "actual_seq_lengths_kv"}
+    with pytest.raises(rules.RuleError, match="32, 64 or 128 heads with rope parts"):
+        rules.check("npu_fused_infer_attention_score", args, {old.get(name, name): x for name, x in kwargs.items()})
+
+
 ROWS, CACHE, SLOTS = empty(3, 2, 64), empty(4, 16, 2, 64), torch.tensor([5, 0, 63])
 TABLE, LENS = empty(2, 2, dtype=torch.int32), empty(2, dtype=torch.int32)
 FP32, FLAT = empty(6, dtype=torch.float32), empty(6, 64)
@@ -130,6 +158,11 @@ LOGITS, ID, IDS = empty(5, 64), torch.tensor([[0, 1], [7, 3]], dtype=torch.int32
 ROUTE = {"expert_num": 8, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [2, 8]}
 EXPERTS, SIZES, MATMUL = empty(3, 64, 32), torch.tensor([2, 0, 4]), {"split_item": 2, "group_type": 0, "group_list_type": 1}
 INDICES, PROBS = torch.tensor([5, 0, 1, 1, 2, 3], dtype=torch.int32), torch.tensor([[0.5, 0.5], [0.25, 0.0], [1.0, 2.0]])
+NEW = empty(3, 2, 1, 64)
+KV = (empty(3, 1, 1, 576), empty(512), empty(3, 1, 1, 64), empty(3, 1, 1, 64), torch.tensor([4, 5, -1]),
+      empty(2, 16, 1, 64), empty(2, 16, 1, 512))  # fmt: skip
+PAGED = {"cache_mode": "PA_BNSD", "is_output_kv": True}
+ORDERS = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
 OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
     ("npu_attention_update", "update_type 0 or 1", ([FP32], [FLAT], 7), {}),
@@ -193,6 +226,19 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_moe_token_unpermute", "padded_mode False", (FLAT, INDICES, PROBS), {"padded_mode": True}),
     ("npu_moe_token_unpermute", "rows that are there", (FLAT, INDICES - 1, PROBS), {}),
     ("npu_moe_token_unpermute", "distinct indices", (FLAT, INDICES, PROBS + 1), {}),
+    ("npu_interleave_rope", None, (NEW, empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),
+    ("npu_interleave_rope", "cos and sin [B, 1, S or 1, 64]", (NEW, NEW, NEW), {}),
+    ("npu_interleave_rope", "contiguous", (empty(3, 2, 1, 128)[..., :64], empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),
+    ("npu_kv_rmsnorm_rope_cache_v2", None, KV, PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "kv [B, 1, S, 576]", (KV[0][..., :512], *KV[1:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "contiguous caches", (*KV[:6], empty(2, 512, 1, 16).transpose(1, 3)), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 4, -1]), *KV[5:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 32, -1]), *KV[5:]), PAGED),
+    ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
+    ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
+    ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),
+    ("npu_transpose_batchmatmul", "at most 65535", (empty(1, 128, 512), empty(128, 512, 16)), ORDERS),
+    ("npu_transpose_batchmatmul", "multiples of 16", (empty(5, 2, 64), empty(2, 64, 20)), ORDERS),
 ]  # fmt: skip
 
 
@@ -216,7 +262,7 @@ def test_two_rows_to_one_slot() -> None:
 
 
 def test_every_rule_of_the_operators_is_tried() -> None:
-    tried = ["distinct slots", *(rule for rule, _ in BROKEN), *(rule for _, rule, *_ in OTHERS if rule)]
+    tried = ["distinct slots", "32, 64 or 128 heads", *(rule for rule, _ in BROKEN), *(rule for _, rule, *_ in OTHERS if rule)]
     texts = {rule.text for op in rules.RULES for rule in rules.RULES[op]}
     assert {text for text in texts if not any(part in text for part in tried)} == set()
 

@@ -16,14 +16,15 @@ import torch
 
 from benchmarks.op_check import difference
 from cuda_fallback import fused_infer_attention as fia
+from cuda_fallback import mla_attention as mla
 from npu_ops.contract import OpCase, OpContract, all_contracts
-from npu_ops.fused_infer_attention import build_case
+from npu_ops.fused_infer_attention import build_case, build_latent_case
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
 DTYPES = dict.fromkeys(("fused_infer_attention", "grouped_matmul"), (torch.float32, torch.float16))
 DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
-PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "scatter_kv_cache": 2}
+PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}
 
 
 def split_cases(dtype: torch.dtype) -> Iterator[OpCase]:
@@ -36,19 +37,31 @@ def split_cases(dtype: torch.dtype) -> Iterator[OpCase]:
     yield build_case("split-window", [(3, 150), (2, 2)], (4, 4, 96, 0), window, "cpu", dtype, 3)
 
 
+def latent_cases(dtype: torch.dtype) -> Iterator[OpCase]:
+    """The absorbed form with its keys divided: unequal requests, several rows, a number of heads that leaves a tile open."""
+    mla.KEYS_PER_SPLIT = 32
+    batch = [(1, 200), (0, 4), (1, 5), (1, 0), (1, 129)]
+    yield build_latent_case("latent-split", batch, 2, 16, {}, "cpu", dtype, 6)
+    yield build_latent_case("latent-split-rows", [(2, 100), (2, 1)], 20, 128, {"sparse_mode": 3}, "cpu", dtype, 7)
+
+
 def pad_query(case: OpCase, rows: int = 5) -> OpCase:
     """The same call with ``rows`` padding rows of NaN past the last request."""
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, torch.full((rows, *x.shape[1:]), torch.nan, dtype=x.dtype)))
+
     query, key, value = case.args
-    padded = torch.cat((query, torch.full((rows, *query.shape[1:]), torch.nan, dtype=query.dtype)))
-    return OpCase(f"{case.name}-padded", (padded, key, value), case.kwargs)
+    rope = {name: pad(x) for name, x in case.kwargs.items() if name == "query_rope"}
+    return OpCase(f"{case.name}-padded", (pad(query), key, value), case.kwargs | rope)
 
 
 def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     """The contract's own cases, and for attention those that only this implementation tells apart."""
-    fia.KEYS_PER_SPLIT = 256
+    fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = 256
     yield from contract.cases("cpu", dtype, 0)
     if contract.name == "fused_infer_attention":
-        for case in split_cases(dtype):
+        for case in [*split_cases(dtype), *latent_cases(dtype)]:
             yield case
             yield pad_query(case)
         yield pad_query(build_case("prefill", [(9, 9), (2, 40)], (6, 2, 64, 16), {"sparse_mode": 3}, "cpu", dtype, 4))
@@ -62,21 +75,29 @@ def far(cache: torch.Tensor, blocks: int) -> torch.Tensor:
     return whole
 
 
-def far_difference(contract: OpContract) -> str:
-    """What changes when the last paged case of ``contract`` finds its blocks past 2**31 elements of the cache."""
+def far_cases(contract: OpContract) -> Iterator[OpCase]:
+    """The last paged case of every form: with a rope cache and without."""
+    paged = [case for case in contract.cases("cpu", torch.float16, 0) if case.kwargs.get("block_size", 1)]
+    yield from {"key_rope" in case.kwargs: case for case in paged}.values()
+
+
+def far_difference(contract: OpContract, case: OpCase) -> str:
+    """What changes when ``case`` finds its blocks past 2**31 elements of the wider cache."""
     op, first = contract.provider("CUDA"), PAGED[contract.name]
-    case = [case for case in contract.cases("cpu", torch.float16, 0) if case.kwargs.get("block_size", 1)][-1]
     near, kwargs = list(case.args), dict(case.kwargs)
-    blocks = 2**31 // near[first][0].numel() + 1
+    blocks = 2**31 // max(near[index][0].numel() for index in (first, first + 1)) + 1
     moved = [far(arg, blocks) if index in (first, first + 1) else arg.clone() for index, arg in enumerate(near)]
-    results = list(op(*near, **kwargs) or near)
-    if contract.name == "scatter_kv_cache":
-        moved[4] = torch.where(moved[4] < 0, -1, moved[4] + blocks * near[2].shape[1])
+    results = list(op(*near, **kwargs) or ())
+    if contract.name in ("scatter_kv_cache", "kv_rmsnorm_rope_cache"):
+        moved[4] = torch.where(moved[4] < 0, -1, moved[4] + blocks * near[first].shape[1])
     elif contract.name == "gather_kv_cache":
         moved[2] += blocks
     else:
         kwargs["block_table"] = kwargs["block_table"] + blocks
-    others = list(op(*moved, **kwargs) or moved)
+        kwargs |= {name: far(x, blocks) for name, x in case.kwargs.items() if name == "key_rope"}
+    others = list(op(*moved, **kwargs) or ())
+    if contract.mutates:
+        results, others = [*results, *near], [*others, *moved]
     # The blocks of a larger cache that correspond to the smaller one are its last.
     pairs = [(x, y[-len(x) :]) for x, y in zip(results, others, strict=True) if x.is_floating_point()]
     same = all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in pairs)
@@ -92,7 +113,8 @@ def main() -> None:
             problem = difference(contract.provider("CUDA"), contract, case, dtype)
             print(json.dumps({"case": name, "problem": problem}), flush=True)
     if contract.name in PAGED:
-        print(json.dumps({"case": "far", "problem": far_difference(contract)}), flush=True)
+        for case in far_cases(contract):
+            print(json.dumps({"case": f"far-{case.name}", "problem": far_difference(contract, case)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from npu_ops.contract import OP_STEMS, OpCase, all_contracts
-from npu_ops.fused_infer_attention import build_case
+from npu_ops.fused_infer_attention import build_case, build_latent_case
 
+LIBRARY = "transpose_batchmatmul"
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -31,6 +32,7 @@ ATTENTION = [
     ("prefill-contiguous", [(1024, 1024)], (32, 8, 128, 0), torch.bfloat16),
     ("prefill-d256", [(64, 64)] * 4, (8, 2, 256, 16), torch.bfloat16),
     ("prefill-d192", [(64, 64)], (6, 2, 192, 48), torch.float16),
+    ("prefill-d192-v128", [(64, 64)], (16, 16, 192, 0), torch.bfloat16),
     ("prefill-d80", [(64, 64)], (3, 3, 80, 48), torch.float16),
     ("prefill-fp32", [(64, 64)], (4, 2, 128, 16), torch.float32),
     ("decode-fp32-d256", [(1, 64)], (8, 8, 256, 0), torch.float32),
@@ -54,8 +56,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     def record(kernel: Any, grid: tuple[int, ...], tensor: torch.Tensor, *args: Any, **options: Any) -> None:
         recorded.append(Launch(kernel, args, options))
 
-    for stem in OP_STEMS:
-        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record)
+    for stem in (*OP_STEMS, "mla_attention"):
+        # A library does the work of transpose_batchmatmul.
+        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record, raising=stem != LIBRARY)
     return recorded
 
 
@@ -94,7 +97,8 @@ def assemble(ptx: str) -> tuple[int, int]:
 
 
 def attention_case(batch: list[tuple[int, int]], shape: tuple[int, int, int, int], dtype: torch.dtype) -> OpCase:
-    return build_case("", batch, shape, {"sparse_mode": 3, "learnable_sink": torch.zeros(shape[0])}, "cpu", dtype, 0)
+    options = {"sparse_mode": 3, "learnable_sink": torch.zeros(shape[0])}
+    return build_case("", batch, shape, options, "cpu", dtype, 0, 128 if shape[2:] == (192, 0) else 0)
 
 
 @pytest.mark.parametrize(("name", "batch", "shape", "dtype"), ATTENTION, ids=[row[0] for row in ATTENTION])
@@ -105,6 +109,34 @@ def test_attention(
     case = attention_case(batch, shape, dtype)
     all_contracts()["fused_infer_attention"].provider("CUDA")(*case.args, **case.kwargs)
     assert [call.kernel.fn.__name__ for call in launches] == (["_attend", "_merge"] if name == "split" else ["_attend"])
+    for call in launches:
+        registers, spills = compile_launch(call)
+        print(f"{name}: {registers} registers, {spills} bytes spilled")
+        record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
+        assert spills == 0
+
+
+# Batch, heads, block size, dtype: tiles of 16, 32 and 64 rows, keys in one block and across blocks, causal, fp32, divided.
+LATENT = {
+    "decode": ([(1, 64)] * 2, 16, 128, torch.bfloat16),
+    "decode-b16": ([(1, 64)] * 2, 16, 16, torch.float16),
+    "decode-h32": ([(1, 64)] * 2, 32, 128, torch.bfloat16),
+    "rows-b16": ([(4, 64)] * 2, 8, 16, torch.bfloat16),
+    "decode-h128": ([(1, 64)] * 2, 128, 128, torch.bfloat16),
+    "rows-h128-b16": ([(2, 64)], 128, 16, torch.bfloat16),
+    "fp32": ([(1, 64)], 16, 128, torch.float32),
+    "split": ([(1, 4096)], 128, 128, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_latent_attention(name: str, launches: list[Launch], record_property: Callable[[str, object], None]) -> None:
+    batch, heads, block_size, dtype = LATENT[name]
+    mode = {"sparse_mode": 3 if name.startswith("rows") else 0}
+    case = build_latent_case(name, batch, heads, block_size, mode, "cpu", dtype, 0)
+    all_contracts()["fused_infer_attention"].provider("CUDA")(*case.args, **case.kwargs)
+    names = ["_attend_latent", "_merge"] if name == "split" else ["_attend_latent"]
+    assert [call.kernel.fn.__name__ for call in launches] == names
     for call in launches:
         registers, spills = compile_launch(call)
         print(f"{name}: {registers} registers, {spills} bytes spilled")

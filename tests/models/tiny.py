@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from transformers import Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from vllm_plugin.demo_model import BOS, EOS, VOCABULARY, write_checkpoint
 
@@ -79,14 +88,91 @@ def qwen3_moe() -> Qwen3MoeConfig:
     )
 
 
+# The widths that Ascend's FIA takes in its MLA form, as in every DeepSeek; only the numbers of heads and layers are small. CANN
+# wants at least 3 experts to a group.
+_MLA = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    **_COMMON,
+}
+
+
+def deepseek_v2() -> DeepseekV2Config:
+    """V2-Lite: no query compression; routing by softmax within the best expert groups."""
+    return DeepseekV2Config(
+        q_lora_rank=None,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=12,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        **_MLA,
+    )
+
+
+def deepseek_v3(**changes: object) -> DeepseekV3Config:
+    """V3: query compression, YaRN, sigmoid routing with a correction bias and a scaling factor."""
+    values = {
+        "q_lora_rank": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 12,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "rope_scaling": {
+            # Unequal scales: YaRN then changes the length of rotated vectors, not only the softmax scale.
+            "rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+        # Read by vLLM; transformers knows no other way for V3.
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        **_MLA,
+        **changes,
+    }  # fmt: skip
+    return DeepseekV3Config(**values)
+
+
+def kimi_k2() -> DeepseekV3Config:
+    """Kimi K2 is DeepSeek V3 with one expert group, more experts and other factors."""
+    return deepseek_v3(n_group=1, topk_group=1, n_routed_experts=16, num_attention_heads=2, num_key_value_heads=2,
+                       routed_scaling_factor=2.827)  # fmt: skip
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": llama,
     "qwen3": qwen3,
     "gemma3": gemma3,
     "qwen3_moe": qwen3_moe,
+    "deepseek_v2": deepseek_v2,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": kimi_k2,
 }
 
 
 def write(name: str, folder: Path) -> Path:
     """Write the checkpoint ``name`` below ``folder`` and return its path."""
-    return write_checkpoint(folder / name, CONFIGS[name]())
+    return write_checkpoint(folder / name, CONFIGS[name](), prepare=_draw_correction_bias)
+
+
+def _draw_correction_bias(model: PreTrainedModel) -> None:
+    """Expert choice by score alone and by score plus bias must differ; transformers starts the bias at 0."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)

@@ -31,6 +31,8 @@ def dense(case: OpCase, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """One masked softmax in ``dtype`` over all tokens of all requests at once, on the CPU."""
     query, key, value = (x.cpu().to(dtype) for x in case.args)
     options = case.kwargs
+    if (rope := options.get("query_rope")) is not None:
+        query, key = (torch.cat((x, y.cpu().to(dtype)), -1) for x, y in ((query, rope), (key, options["key_rope"])))
     qsum, klens, table = options["actual_seq_qlen"], options["seq_lens"].tolist(), options["block_table"]
     qlens = [b - a for a, b in zip([0, *qsum], qsum, strict=False)]
     owner_q, place_q = _places(qlens, [k - q for q, k in zip(qlens, klens, strict=True)], query.shape[0])
@@ -334,7 +336,7 @@ BAD_CALLS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         "key and value of torch.bfloat16 is required, got torch.float16 and",
     ),
     "query-rank": (lambda c: {"query": c["query"][None]}, "a query [T, N, D] is required, got (1, 5, 4, 64). Pack"),
-    "value-shape": (lambda c: {"value": c["value"][:1]}, "key and value of one shape is required"),
+    "value-shape": (lambda c: {"value": c["value"][:1]}, "one shape, or packed keys of 192 with values of 128, is"),
     "strided-cache": (
         lambda c: {name: c[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("key", "value")},
         "contiguous key and value is required, got strides",

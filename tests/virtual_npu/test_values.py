@@ -54,6 +54,9 @@ def calls(device):
     ends = {"actual_seq_qlen": [2, T]}
     causal = {"atten_mask": mask(device), "sparse_mode": 3}
     v2 = torch_npu.npu_fused_infer_attention_score_v2
+    latent = rand(device, 4, 1, 128, 512)
+    mla = {**paged(device), "key": latent, "value": latent, "key_rope": rand(device, 4, 1, 128, 64)}
+    one = {**attention(device), "num_key_value_heads": 1}
     decode = {**paged(device), "query": rand(device, 2, 1, N, D)}
     return {
         "rms_norm": (torch_npu.npu_rms_norm, (x, rand(device, 256), 1e-6), {}),
@@ -77,6 +80,9 @@ def calls(device):
         "fia_bsnd": (v2, (), {**decode, **attention(device, "BSND")}),
         "fia_bnsd": (v2, (), {**decode, "query": rand(device, 2, N, 1, D), **attention(device, "BNSD")}),
         "fia_bsh": (v2, (), {**decode, "query": rand(device, 2, 1, N * D), **attention(device, "BSH")}),
+        "fia_latent": (v2, (rand(device, T, N, 512),), {**mla, **ends, **causal, "query_rope": rand(device, T, N, 64), **one}),
+        "fia_latent_bnsd": (v2, (rand(device, 2, N, 1, 512),),
+                            {**mla, "query_rope": rand(device, 2, N, 1, 64), **one, "input_layout": "BNSD"}),
         "fia_v1": (torch_npu.npu_fused_infer_attention_score, (rand(device, T, N, D),),
                    {"key": packed["key"], "value": packed["value"], "actual_seq_lengths": [2, T],
                     "actual_seq_lengths_kv": [3, 9], "num_heads": N, "num_key_value_heads": KN, "scale": 0.1,

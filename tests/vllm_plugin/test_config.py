@@ -10,6 +10,8 @@ from vllm_plugin.config import ParityConfig
 
 def test_defaults():
     assert ParityConfig.parse({}).fia_split == "auto"
+    assert ParityConfig.parse({}).mla_context_plan == "proportional"
+    assert ParityConfig.parse({}).mla_workspace_tokens is None
 
 
 def test_vllms_own_key_is_let_through():
@@ -19,10 +21,12 @@ def test_vllms_own_key_is_let_through():
 @pytest.mark.parametrize(
     ("raw", "line"),
     [
-        ({"fia_splt": "auto"}, "unknown key 'fia_splt'. Did you mean 'fia_split'? Known keys: fia_split."),
-        ({"enable_dsa_cp": True}, "unknown key 'enable_dsa_cp'. Did you mean 'fia_split'?"),
+        ({"fia_splt": "auto"}, "unknown key 'fia_splt'. Did you mean 'fia_split'? Known keys: fia_split, mla_"),
+        ({"enable_dsa_cp": True}, "unknown key 'enable_dsa_cp'. Did you mean '"),
         ({"fia_split": "maybe"}, "fia_split: Input should be 'auto', 'always' or 'never', got 'maybe'."),
         ({"fia_split": None}, "fia_split: "),
+        ({"mla_context_plan": "even"}, "mla_context_plan: Input should be 'proportional' or 'equal', got 'even'."),
+        ({"mla_workspace_tokens": 0}, "mla_workspace_tokens: Input should be greater than 0, got 0."),
     ],
 )
 def test_refused(raw, line):

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 BACKENDS: Mapping[str, str] = {
     "ASCEND_FIA": "vllm_plugin.attention.fia.AscendFiaBackend",
+    "ASCEND_MLA": "vllm_plugin.attention.mla.AscendMlaBackend",
 }
 
 
@@ -29,14 +31,17 @@ def select_backend(selected: Any, config: AttentionSelectorConfig, capability: D
 
     from vllm_plugin import hooks
     from vllm_plugin.attention.fia import AscendFiaBackend
+    from vllm_plugin.attention.mla import AscendMlaBackend
 
     # vLLM looks the backend up by name; a script that builds a layer without an engine has not loaded general plugins.
     hooks.register()
 
     if selected is not None and selected.name not in BACKENDS:
         raise ValueError(f"--attention-backend {selected.name} is not one of ours. Choose one of: {', '.join(BACKENDS)}.")
-    reasons = AscendFiaBackend.validate_configuration(device_capability=capability, **config._asdict())
+    backend: type[AttentionBackend] = AscendMlaBackend if config.use_mla else AscendFiaBackend
+    name = backend.get_name()
+    reasons = backend.validate_configuration(device_capability=capability, **config._asdict())
     if reasons:
-        raise ValueError(f"ASCEND_FIA cannot serve this model: {'; '.join(reasons)}.")
-    init_logger("vllm.npu_parity").info_once("Using ASCEND_FIA backend.")
-    return BACKENDS["ASCEND_FIA"]
+        raise ValueError(f"{name} cannot serve this model: {'; '.join(reasons)}.")
+    init_logger("vllm.npu_parity").info_once("Using %s backend.", name)
+    return BACKENDS[name]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.workspace import init_workspace_manager
 
 from vllm_plugin.platform import CpuParityPlatform
 
@@ -67,6 +68,7 @@ class CpuParityWorker(CPUWorker):
     def init_device(self) -> None:
         """Upstream's set-up, then our model runner: upstream's names its own class, and a runner without a model is cheap."""
         super().init_device()
+        init_workspace_manager(self.device)  # vLLM's GPU worker does: layers share scratch memory through it
         self.model_runner = CpuParityModelRunner(self.vllm_config, self.device)
 
     def shutdown(self) -> None:
