@@ -67,7 +67,8 @@ class OpContract:
         reference: semantics in plain PyTorch; registered for the CPU.
         fake: shapes and dtypes of the results from those of the arguments.
         cases: generator ``(device, dtype, seed) -> OpCase``s, small and adversarial.
-        tolerance: per dtype, against the reference evaluated in fp32.
+        tolerance: per dtype, against the reference evaluated in fp32. Integer results are exact.
+        defined: what of the results, ``(args, results)``, the contract defines; the rest may hold anything.
     """
 
     name: str
@@ -77,6 +78,7 @@ class OpContract:
     fake: Callable[..., Any]
     cases: Callable[[str, torch.dtype, int], Iterator[OpCase]]
     tolerance: Mapping[torch.dtype, Tolerance]
+    defined: Callable[[tuple[Any, ...], list[torch.Tensor]], list[torch.Tensor]] = lambda args, results: results
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -138,8 +140,12 @@ OP_STEMS: tuple[str, ...] = (
     "attention_update",
     "fused_infer_attention",
     "gather_kv_cache",
+    "grouped_matmul",
     "interleave_rope",
     "kv_rmsnorm_rope_cache",
+    "moe_gating_top_k",
+    "moe_init_routing",
+    "moe_token_unpermute",
     "rms_norm",
     "rotary",
     "scatter_kv_cache",

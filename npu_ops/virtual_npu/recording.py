@@ -75,6 +75,7 @@ class _Recorder:
         self.library: ctypes.CDLL | None = None
         self.calls: list[AclCall] | None = None
         self.aten = False
+        self.runs_host = False
 
 
 _recorder = _Recorder()
@@ -90,6 +91,11 @@ def attach(library: ctypes.CDLL) -> None:
 def wanted(is_aten: bool) -> bool:
     """Whether the host code of an op is to run."""
     return _recorder.calls is not None and (_recorder.aten or not is_aten)
+
+
+def continues(is_aten: bool) -> bool:
+    """Whether the host code of an op is to run as a part of another one's that is being recorded, which has called it."""
+    return _recorder.runs_host and not is_aten
 
 
 @contextmanager
@@ -122,11 +128,11 @@ def run_host(op: torch._ops.OpOverload, host: Any, args: Sequence[Any], kwargs: 
     assert calls is not None
     library.virtual_npu_record(1)
     # Ops that the host code itself calls count as part of this one.
-    _recorder.calls = None
+    _recorder.calls, _recorder.runs_host = None, True
     try:
         host.call_boxed(torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1), *args, **kwargs)
     finally:
-        _recorder.calls = calls
+        _recorder.calls, _recorder.runs_host = calls, False
         library.virtual_npu_record(0)
         taken = _take(library)
     numbers = _numbers(op, args, kwargs)

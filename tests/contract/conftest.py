@@ -164,6 +164,13 @@ def cann_line(call: AclCall) -> str:
     return f"{call.op}({listed(map(text, call.arguments))}{floats})"
 
 
+@pytest.fixture(autouse=True)
+def below_autograd() -> Iterator[None]:
+    """As PyTorch's dispatcher calls npu_ops/ascend: an op for training may come in another form above."""
+    with torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
 @pytest.fixture(name="serve")
 def serve_fixture() -> Callable[..., Served | None]:
     """The function ``serve`` of this file."""

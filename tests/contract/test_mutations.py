@@ -115,6 +115,20 @@ MUTATIONS = [
     Mutation("3-D input", "rotary", "full-half-float32", put("input", lambda x: x[0]), "a+b+d"),
     Mutation("epsilon forgotten", "rms_norm", "odd", without("epsilon"), "a"),
     Mutation("other dim", "swiglu", "odd", put("dim", lambda x: 0), "a+b+d"),
+    Mutation("groups swapped", "moe_gating_top_k", "deepseek-v3", swap("k_group", "group_count"), "a+d"),
+    Mutation("renormalised by CANN", "moe_gating_top_k", "qwen3", put("renorm", lambda x: 1), "a+d"),
+    Mutation("other score of groups", "moe_gating_top_k", "deepseek-v3", put("group_select_mode", lambda x: 0), "a"),
+    Mutation("scores not asked for", "moe_gating_top_k", "qwen3", put("out_flag", lambda x: False), "a"),
+    Mutation("bf16 bias", "moe_gating_top_k", "kimi-k2", put("bias", Tensor.bfloat16), "a+d"),
+    Mutation("all experts active", "moe_init_routing", "last-rank", put("active_expert_range", lambda x: [0, 16]), "a+b"),
+    Mutation("indices the other way", "moe_init_routing", "odd", put("row_idx_type", lambda x: 1), "a"),
+    Mutation("no counts", "moe_init_routing", "odd", put("expert_tokens_num_flag", lambda x: False), "a+b+d"),
+    Mutation("int64 ids", "moe_init_routing", "odd", put("expert_idx", Tensor.long), "a+d"),
+    Mutation("weight as stored", "grouped_matmul", "odd", put("weight", lambda x: [x[0].transpose(1, 2)]), "a+b+d"),
+    Mutation("sizes as sums", "grouped_matmul", "odd", put("group_list_type", lambda x: 0), "a+d"),
+    Mutation("a result to each group", "grouped_matmul", "odd", put("split_item", lambda x: 0), "a+d"),
+    Mutation("an index of -1", "moe_token_unpermute", "odd", put("sorted_indices", lambda x: x.where(x > 0, -1)), "a+d"),
+    Mutation("probs forgotten", "moe_token_unpermute", "odd", without("probs"), "a+b"),
 ]
 
 

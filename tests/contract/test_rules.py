@@ -154,6 +154,10 @@ ROWS, CACHE, SLOTS = empty(3, 2, 64), empty(4, 16, 2, 64), torch.tensor([5, 0, 6
 TABLE, LENS = empty(2, 2, dtype=torch.int32), empty(2, dtype=torch.int32)
 FP32, FLAT = empty(6, dtype=torch.float32), empty(6, 64)
 X = empty(1, 5, 4, 64)
+LOGITS, ID, IDS = empty(5, 64), torch.tensor([[0, 1], [7, 3]], dtype=torch.int32), empty(5, 2, dtype=torch.int32)
+ROUTE = {"expert_num": 8, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "active_expert_range": [2, 8]}
+EXPERTS, SIZES, MATMUL = empty(3, 64, 32), torch.tensor([2, 0, 4]), {"split_item": 2, "group_type": 0, "group_list_type": 1}
+INDICES, PROBS = torch.tensor([5, 0, 1, 1, 2, 3], dtype=torch.int32), torch.tensor([[0.5, 0.5], [0.25, 0.0], [1.0, 2.0]])
 NEW = empty(3, 2, 1, 64)
 KV = (empty(3, 1, 1, 576), empty(512), empty(3, 1, 1, 64), empty(3, 1, 1, 64), torch.tensor([4, 5, -1]),
       empty(2, 16, 1, 64), empty(2, 16, 1, 512))  # fmt: skip
@@ -193,6 +197,35 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_add_rms_norm", "summands", (FLAT, FLAT.half(), empty(64)), {}),
     ("npu_swiglu", None, (FLAT,), {}),
     ("npu_swiglu", "is even", (empty(6, 63),), {}),
+    ("npu_moe_gating_top_k", None, (LOGITS, 8), {"bias": LOGITS[0], "k_group": 4, "group_count": 8, "norm_type": 1}),
+    ("npu_moe_gating_top_k", "2-D logits", (empty(2, 2049), 8), {}),
+    ("npu_moe_gating_top_k", "a bias [experts]", (LOGITS, 8), {"bias": empty(64, dtype=torch.float32)}),
+    ("npu_moe_gating_top_k", "above 2", (LOGITS, 2), {"group_count": 32}),
+    ("npu_moe_gating_top_k", "above 2", (empty(5, 300), 2), {"group_count": 100}),
+    ("npu_moe_gating_top_k", "1 <= k_group", (LOGITS, 9), {"group_count": 8}),
+    ("npu_moe_gating_top_k", "renorm 0", (LOGITS, 8), {"renorm": 1}),
+    ("npu_moe_init_routing_v2", None, (LOGITS, IDS), ROUTE),
+    ("npu_moe_init_routing_v2", "int32 ids [T, K]", (LOGITS, IDS.long()), ROUTE),
+    ("npu_moe_init_routing_v2", "ids below expert_num", (LOGITS[:2], ID + 1), ROUTE),
+    ("npu_moe_init_routing_v2", "an active_expert_range", (LOGITS, IDS), {**ROUTE, "active_expert_range": [2, 9]}),
+    ("npu_moe_init_routing_v2", "drop_pad_mode 0", (LOGITS, IDS), {**ROUTE, "expert_tokens_num_flag": False}),
+    ("npu_grouped_matmul", None, ([FLAT], [EXPERTS]), {"group_list": SIZES, **MATMUL}),
+    ("npu_grouped_matmul", "split_item 2 or 3", ([FLAT], [EXPERTS]), {"group_list": SIZES, **MATMUL, "split_item": 0}),
+    ("npu_grouped_matmul", "rows [R, K]", ([FLAT.half()], [EXPERTS]), {"group_list": SIZES, **MATMUL}),
+    ("npu_grouped_matmul", "contiguous rows", ([empty(6, 128)[:, :64]], [EXPERTS]), {"group_list": SIZES, **MATMUL}),
+    ("npu_grouped_matmul", "below 65536", ([FLAT], [empty(3, 64, 65536)]), {"group_list": SIZES, **MATMUL}),
+    ("npu_grouped_matmul", "an int64 group_list", ([FLAT], [EXPERTS]), {"group_list": SIZES.int(), **MATMUL}),
+    ("npu_grouped_matmul", "sizes that are not negative", ([FLAT], [EXPERTS]), {"group_list": SIZES + 1, **MATMUL}),
+    ("npu_grouped_matmul", "sizes that are not negative", ([FLAT], [EXPERTS[:1]]), {"group_list": SIZES[:1], **MATMUL}),
+    ("npu_grouped_matmul", "sizes that are not negative", ([FLAT], [EXPERTS]), {"group_list": SIZES, **MATMUL,
+                                                                                "group_list_type": 0}),
+    ("npu_moe_token_unpermute", None, (FLAT, INDICES, PROBS), {}),
+    ("npu_moe_token_unpermute", "one int32 index", (FLAT, INDICES.long(), PROBS), {}),
+    ("npu_moe_token_unpermute", "rows [T * K, H]", (FLAT[:5], INDICES, PROBS), {}),
+    ("npu_moe_token_unpermute", "K up to 512", (empty(1026, 4), empty(1026, dtype=torch.int32), empty(2, 513)), {}),
+    ("npu_moe_token_unpermute", "padded_mode False", (FLAT, INDICES, PROBS), {"padded_mode": True}),
+    ("npu_moe_token_unpermute", "rows that are there", (FLAT, INDICES - 1, PROBS), {}),
+    ("npu_moe_token_unpermute", "distinct indices", (FLAT, INDICES, PROBS + 1), {}),
     ("npu_interleave_rope", None, (NEW, empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),
     ("npu_interleave_rope", "cos and sin [B, 1, S or 1, 64]", (NEW, NEW, NEW), {}),
     ("npu_interleave_rope", "contiguous", (empty(3, 2, 1, 128)[..., :64], empty(3, 1, 1, 64), empty(3, 1, 1, 64)), {}),

@@ -11,7 +11,7 @@ LOGPROB_TOLERANCE = 1e-4
 PROMPTS = [random_prompt(length) for length in (1, 5, 39, 40, 41, 130, 300)]
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3", "qwen3_moe"])
 def test_tokens_equal_transformers(host, checkpoint, oracle, model, record_property):
     engine = host.engine(checkpoint(model), max_num_batched_tokens=128)
     reference = oracle(model)

@@ -13,6 +13,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from vllm_plugin.demo_model import BOS, EOS, VOCABULARY, write_checkpoint
@@ -70,7 +71,25 @@ def gemma3() -> Gemma3TextConfig:
     )
 
 
-# The widths that Ascend's FIA takes in its MLA form, as in every DeepSeek; only the numbers of heads and layers are small.
+def qwen3_moe() -> Qwen3MoeConfig:
+    """7 experts, which 2 ranks share unevenly, 3 to a token; widths that are no powers of two."""
+    return Qwen3MoeConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=72,
+        num_experts=7,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        **_COMMON,
+    )
+
+
+# The widths that Ascend's FIA takes in its MLA form, as in every DeepSeek; only the numbers of heads and layers are small. CANN
+# wants at least 3 experts to a group.
 _MLA = {
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -91,7 +110,7 @@ def deepseek_v2() -> DeepseekV2Config:
         q_lora_rank=None,
         num_attention_heads=2,
         num_key_value_heads=2,
-        n_routed_experts=8,
+        n_routed_experts=12,
         n_shared_experts=2,
         num_experts_per_tok=3,
         n_group=4,
@@ -109,7 +128,7 @@ def deepseek_v3(**changes: object) -> DeepseekV3Config:
         "q_lora_rank": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
-        "n_routed_experts": 8,
+        "n_routed_experts": 12,
         "n_shared_experts": 1,
         "num_experts_per_tok": 3,
         "n_group": 4,
@@ -132,7 +151,7 @@ def deepseek_v3(**changes: object) -> DeepseekV3Config:
 
 def kimi_k2() -> DeepseekV3Config:
     """Kimi K2 is DeepSeek V3 with one expert group, more experts and other factors."""
-    return deepseek_v3(n_group=1, topk_group=1, n_routed_experts=12, num_attention_heads=2, num_key_value_heads=2,
+    return deepseek_v3(n_group=1, topk_group=1, n_routed_experts=16, num_attention_heads=2, num_key_value_heads=2,
                        routed_scaling_factor=2.827)  # fmt: skip
 
 
@@ -141,6 +160,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama_mqa": lambda: llama(num_key_value_heads=1),
     "qwen3": qwen3,
     "gemma3": gemma3,
+    "qwen3_moe": qwen3_moe,
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": kimi_k2,

@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,25 @@ def test_every_device_has_a_kernel(name: str) -> None:
     assert CONTRACTS[name].provider("CPU") is CONTRACTS[name].reference
 
 
+def opchecks(contract: OpContract, results: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[str, ...]:
+    """The checks of opcheck: where a part of a result may hold anything, two runs need not agree."""
+    shapes = [[r.shape for r in some] for some in (results, contract.defined(args, results))]
+    runs_twice = ("test_aot_dispatch_dynamic",) if shapes[0] == shapes[1] else ()
+    return ("test_schema", "test_autograd_registration", "test_faketensor", *runs_twice)
+
+
 @by_op
-def test_opcheck(name: str, device: str) -> None:
+def test_opcheck(name: str, device: str, call_op: Callable) -> None:
     # One dtype: what opcheck looks at (schema, fake shapes, autograd keys, dynamic shapes) does not depend on it.
     contract = CONTRACTS[name]
     refused: list[ContractError] = []
     for case in contract.cases(device, torch.bfloat16, 0):
-        results = torch.library.opcheck(contract.op, case.args, case.kwargs, raise_exception=False)
-        if errors := [result for result in results.values() if isinstance(result, ContractError)]:
-            refused += errors
+        try:
+            checks = opchecks(contract, call_op(contract, case), case.args)
+        except ContractError as error:
+            refused.append(error)
             continue
+        results = torch.library.opcheck(contract.op, case.args, case.kwargs, test_utils=checks, raise_exception=False)
         assert set(results.values()) == {"SUCCESS"}, f"{case.name}: {results}"
     if refused:
         raise refused[0]

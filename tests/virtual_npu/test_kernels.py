@@ -210,7 +210,7 @@ def test_foreach_and_nested_lists(device):
     ("call", "name"),
     [
         (torch_npu.npu_gelu, "npu::npu_gelu"),
-        (lambda x: torch_npu.npu_moe_gating_top_k(x, 2), "npu::npu_moe_gating_top_k"),
+        (lambda x: torch_npu.npu_moe_gating_top_k_softmax(x, k=2), "npu::npu_moe_gating_top_k_softmax"),
         (lambda x: torch.ops.atb._npu_reshape_and_cache(x, x, x, x, x), "atb::_npu_reshape_and_cache"),
     ],
 )
