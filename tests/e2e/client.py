@@ -86,6 +86,10 @@ class EngineHost:
         """Value of one of vLLM's own counters."""
         return float(self._call("metric", name=name))
 
+    def memory(self, prompt: Sequence[int], max_tokens: int) -> dict[str, int]:
+        """Bytes of activations that vLLM has reserved, and the most that this prompt used."""
+        return dict(self._call("memory", prompt=list(prompt), max_tokens=max_tokens))
+
     def profile(self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], chunk: int) -> list[int]:
         """FIA launches of each step, for one layer."""
         return list(self._call("profile", prompts=list(prompts), max_tokens=list(max_tokens), chunk=chunk))

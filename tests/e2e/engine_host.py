@@ -89,6 +89,19 @@ class Host:
         """Value of one of vLLM's own counters."""
         return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
+    def memory(self, prompt: list[int], max_tokens: int) -> dict[str, int]:
+        """Bytes of activations: what vLLM's profiling run has left free for them, and the most that a prompt takes.
+
+        Both beside what stays allocated: weights, workspace and KV cache.
+        """
+        import torch
+
+        worker = self._engine_core().model_executor.driver_worker.worker
+        stays = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        self.generate([prompt], max_tokens)
+        return {"reserved": worker.peak_activation_memory, "used": torch.accelerator.max_memory_allocated() - stays}
+
     def profile(self, prompts: list[list[int]], max_tokens: list[int], chunk: int) -> list[int]:
         """Attention launches of each engine step (one layer's share), read from a profile of torch."""
         from torch.profiler import ProfilerActivity, profile

@@ -77,6 +77,24 @@ def test_a_batch_gives_what_each_prompt_gives_alone(host, checkpoint):
     assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 
+@pytest.mark.skipif("device == 'cpu'", reason="vLLM measures no memory on a CPU: its KV cache is set by hand")
+def test_a_prompt_of_full_length_fits_what_was_reserved(host, checkpoint):
+    # Its last chunk finds a context that all but fills the workspace. benchmarks/mla_memory.py does the same at full size.
+    settings = {"mla_absorbed_rows": 0, "mla_workspace_tokens": 4096}
+    engine = host.engine(
+        checkpoint("deepseek_v3"),
+        max_num_batched_tokens=256,
+        max_model_len=4096,
+        kv_cache_memory_bytes=None,
+        gpu_memory_utilization=0.05,
+        dtype="bfloat16",
+        additional_config=settings,
+    )
+    memory = engine.memory(random_prompt(4090, seed=7), 4)
+    print(memory)
+    assert 0.9 * memory["reserved"] <= memory["used"] <= memory["reserved"]
+
+
 def test_two_ranks_give_transformers_tokens(host, checkpoint, oracle):
     engine = host.engine(checkpoint("deepseek_v3"), max_num_batched_tokens=128, tensor_parallel_size=2)
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, 12), strict=True):
