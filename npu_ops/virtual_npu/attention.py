@@ -88,9 +88,10 @@ def npu_fused_infer_attention_score_v2(
         query, key = _with_rope(query, query_rope, heads, input_layout), _with_rope(key, key_rope, kv_heads, input_layout)
     packed = _pack(query, key, value, actual_seq_qlen, actual_seq_kvlen, (heads, kv_heads), input_layout, block_table)
     _check_mask(atten_mask, sparse_mode)
-    width = packed.value.shape[-1]
-    # The reference has one width for keys and values; columns of zeros add zeros.
-    values = torch.nn.functional.pad(packed.value, (0, packed.key.shape[-1] - width))
+    values, width = packed.value, packed.value.shape[-1]
+    # The reference has one width for keys and values; columns of zeros add zeros. Padding by none would copy a whole cache.
+    if width != packed.key.shape[-1]:
+        values = torch.nn.functional.pad(values, (0, packed.key.shape[-1] - width))
     out, lse = fused_infer_attention(
         packed.query,
         packed.key,
