@@ -23,6 +23,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from npu_ops import virtual_npu
 from npu_ops.contract import require
 from npu_ops.reference import fused_infer_attention as reference
 
@@ -57,8 +58,9 @@ def fused_infer_attention(
 ) -> tuple[Tensor, Tensor]:
     """See npu_ops.fused_infer_attention.fused_infer_attention."""
     if query.dtype == torch.float32:
-        return reference.fused_infer_attention(
-            query, key, value, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen,
+        return virtual_npu.in_one_piece(
+            reference.fused_infer_attention, query, key, value,
+            actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen,
             query_start_loc=query_start_loc, seq_lens=seq_lens, num_query_heads=num_query_heads,
             num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale, block_table=block_table,
             block_size=block_size, sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
