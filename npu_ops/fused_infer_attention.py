@@ -87,12 +87,14 @@ def fused_infer_attention(
         actual_seq_kvlen: B host ints; paged: keys of each request; contiguous: cumulative without a leading 0.
         query_start_loc: int32 [B + 1] on the device, cumulative query lengths with a leading 0.
         seq_lens: int32 [B] on the device, keys of each request, paged or not.
-        num_query_heads, num_key_value_heads: N, at most 256, and N_kv, which divides it; at most 64 query heads to one.
+        num_query_heads: N, at most 256.
+        num_key_value_heads: N_kv; divides N, at most 64 query heads to one.
         softmax_scale: factor on Q K^T, usually D ** -0.5.
         block_table: int32 [>= B, >= blocks of the longest request], or None for contiguous keys.
         block_size: tokens of a block, 16..256 in steps of 16; 0 for contiguous keys.
         sparse_mode: 0 none, 3 right-down causal, 4 band.
-        pre_tokens, next_tokens: keys before and after the row's own position that it sees; read for sparse_mode 4 only.
+        pre_tokens: keys before the row's own position that it sees; like ``next_tokens`` read for sparse_mode 4 only.
+        next_tokens: keys after it that it sees.
         learnable_sink: [N], one extra logit to each head that takes part in the softmax and has no value.
         query_rope: [T, N, 64] in the dtype of ``query``, any strides; only together with ``key_rope``.
         key_rope: [blocks, block_size, 1, 64] in the dtype of ``key``; contiguous.
@@ -105,8 +107,7 @@ def fused_infer_attention(
     Raises:
         ContractError: for whatever CANN would refuse, on every device.
     """
-    latent = query_rope is not None or key_rope is not None
-    if latent:
+    if latent := query_rope is not None or key_rope is not None:
         validate_latent(query, key, value, query_rope, key_rope, num_query_heads, num_key_value_heads, block_table, block_size)
     else:
         validate_tensors(query, key, value, num_query_heads, num_key_value_heads)
