@@ -45,10 +45,10 @@ def test_chunk_size_changes_nothing(host, checkpoint, oracle, plan):
     settings = {**CHUNKED, "mla_workspace_tokens": 384, "mla_context_plan": plan}
     engine = host.engine(checkpoint("deepseek_v3"), max_num_batched_tokens=1024, max_num_seqs=3, additional_config=settings)
     # A long prompt and short ones: contexts of very different lengths share the workspace. Tiny chunks see the short ones.
-    prompts = [random_prompt(1000, seed=2), random_prompt(300, seed=2), random_prompt(30, seed=2)]
+    prompts = [random_prompt(600, seed=2), random_prompt(200, seed=2), random_prompt(30, seed=2)]
     expected = [oracle("deepseek_v3").greedy(prompt, 8) for prompt in prompts]
     for chunk in (1, 7, 64, 127, 128, 129, 1000):
-        chosen = {1: prompts[2:], 7: prompts[1:]}.get(chunk, prompts)
+        chosen = {1: prompts[2:], 7: prompts[2:], 64: prompts[1:]}.get(chunk, prompts)
         assert [c.tokens for c in engine.generate(chosen, 8, chunk=chunk)] == expected[-len(chosen) :], f"chunk {chunk}"
 
 
@@ -70,6 +70,21 @@ def test_prefix_hit_with_a_short_tail(host, checkpoint, settings, length, hit):
     engine.generate([prompt[:1024]], 1)
     warm = engine.generate([prompt], 8, keep_cache=True)[0]
     assert (warm.tokens, warm.cached) == (cold.tokens, hit)
+
+
+def test_speculative_rows_change_no_token(host, device, checkpoint, oracle):
+    # Prompts that repeat themselves, so that there is something to guess. Guessed rows are decodes of several tokens.
+    guesses = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    options = {"max_num_batched_tokens": 512, "speculative_config": guesses}
+    if "npu" in device:
+        with pytest.raises(HostError, match="speculative decoding is not supported on npu yet"):
+            host.engine(checkpoint("deepseek_v3"), **options)
+        return
+    engine = host.engine(checkpoint("deepseek_v3"), **options)
+    prompts = [random_prompt(20, seed=5) * 6, random_prompt(200, seed=5) + random_prompt(20, seed=5) * 3]
+    for prompt, completion in zip(prompts, engine.generate(prompts, 24), strict=True):
+        assert completion.tokens == oracle("deepseek_v3").greedy(prompt, 24)
+    assert engine.metric("vllm:spec_decode_num_draft_tokens") > 20
 
 
 def test_a_batch_gives_what_each_prompt_gives_alone(host, checkpoint):
