@@ -35,7 +35,7 @@ def main() -> None:
     config = DeepseekV3Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, moe_intermediate_size=64, num_hidden_layers=2,
         first_k_dense_replace=1, q_lora_rank=96, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128,
-        num_attention_heads=options.heads, num_key_value_heads=options.heads, n_routed_experts=8, n_shared_experts=1,
+        num_attention_heads=options.heads, num_key_value_heads=options.heads, n_routed_experts=12, n_shared_experts=1,
         num_experts_per_tok=2, n_group=4, topk_group=2, max_position_embeddings=options.length, topk_method="noaux_tc",
         scoring_func="sigmoid", bos_token_id=BOS, eos_token_id=EOS, tie_word_embeddings=False,
     )  # fmt: skip

@@ -75,15 +75,14 @@ def fused_infer_attention(
     With ``query_rope`` and ``key_rope`` the call is the absorbed form of multi-head latent attention: the cache holds one
     latent row of 512 to a token, which is key and value of every head, beside a rope part of 64, and the scores are
     ``scale * (Q K^T + Q_rope K_rope^T)``. It wants paged keys in blocks of 16 or 128, one KV head, at most 128 query heads,
-    at most 16 query rows to a request, sparse_mode 0 or 3 and no sink; the limit of heads to a KV head is not asked for. The
-    other form of MLA, keys of 192 with values of 128 for every head, is plain attention over contiguous keys.
+    at most 16 query rows to a request, sparse_mode 0 or 3 and no sink. The other form of MLA, keys of 192 with values of
+    128 for every head, is plain attention over contiguous keys.
 
     Args:
         query: [T, N, D] bf16, fp16 or fp32; D one of 64, 80, 96, 128, 192, 256, or 512 with rope parts; any strides.
             Rows past the last request are padding: their output is 0, their LSE -inf.
         key: paged [blocks, block_size, N_kv, D] or contiguous packed [T_kv, N_kv, D], the dtype of ``query``; contiguous.
-        value: the shape and dtype of ``key``, or [T_kv, N_kv, 128] beside contiguous keys of 192; contiguous. With rope parts
-            it is ``key`` itself; a device reads the one or the other.
+        value: the shape and dtype of ``key``, or [T_kv, N_kv, 128] for keys of 192; contiguous. With rope parts ``key`` itself.
         actual_seq_qlen: B host ints, cumulative query lengths without a leading 0 (Ascend's TND rule).
         actual_seq_kvlen: B host ints; paged: keys of each request; contiguous: cumulative without a leading 0.
         query_start_loc: int32 [B + 1] on the device, cumulative query lengths with a leading 0.
@@ -94,24 +93,22 @@ def fused_infer_attention(
         block_table: int32 [>= B, >= blocks of the longest request], or None for contiguous keys.
         block_size: tokens of a block, 16..256 in steps of 16; 0 for contiguous keys.
         sparse_mode: 0 none, 3 right-down causal, 4 band.
-        pre_tokens: keys before the row's own position that it sees; read for sparse_mode 4 only.
-        next_tokens: keys after the row's own position that it sees; read for sparse_mode 4 only.
+        pre_tokens: keys before the row's own position that it sees; like ``next_tokens`` read for sparse_mode 4 only.
+        next_tokens: keys after it that it sees.
         learnable_sink: [N], one extra logit to each head that takes part in the softmax and has no value.
         query_rope: [T, N, 64] in the dtype of ``query``, any strides; only together with ``key_rope``.
         key_rope: [blocks, block_size, 1, 64] in the dtype of ``key``; contiguous.
         return_softmax_lse: whether the second result is filled.
 
     Returns:
-        The output [T, N, D of ``value``] in the dtype of ``query``, and the natural-log LSE [T, N] fp32 (the sink is part of
-        it; shape [0] when not asked for). A row that sees no key gives output 0; its LSE is -inf, or the sink's logit.
+        The output [T, N, D of ``value``] in the dtype of ``query``, and the natural-log LSE [T, N] fp32 (the sink is part
+        of it; [0] when not asked for). A row that sees no key gives output 0; its LSE is -inf, or the sink's logit.
 
     Raises:
         ContractError: for whatever CANN would refuse, on every device.
     """
-    latent = query_rope is not None or key_rope is not None
-    if latent:
-        heads = num_query_heads, num_key_value_heads
-        validate_latent(query, key, value, query_rope, key_rope, *heads, block_table, block_size)
+    if latent := query_rope is not None or key_rope is not None:
+        validate_latent(query, key, value, query_rope, key_rope, num_query_heads, num_key_value_heads, block_table, block_size)
     else:
         validate_tensors(query, key, value, num_query_heads, num_key_value_heads)
         validate_mask(sparse_mode, pre_tokens, next_tokens, learnable_sink, query, num_query_heads)
@@ -120,26 +117,12 @@ def fused_infer_attention(
         validate_latent_rows(sparse_mode, learnable_sink, actual_seq_qlen)
     validate_cache(key, block_table, block_size, actual_seq_kvlen)
     return _contract.op(  # type: ignore[no-any-return]
-        query,
-        key,
-        value,
-        actual_seq_qlen=actual_seq_qlen,
-        actual_seq_kvlen=actual_seq_kvlen,
-        query_start_loc=query_start_loc,
-        seq_lens=seq_lens,
-        num_query_heads=num_query_heads,
-        num_key_value_heads=num_key_value_heads,
-        softmax_scale=softmax_scale,
-        block_table=block_table,
-        block_size=block_size,
-        sparse_mode=sparse_mode,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        learnable_sink=learnable_sink,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        return_softmax_lse=return_softmax_lse,
-    )
+        query, key, value, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen,
+        query_start_loc=query_start_loc, seq_lens=seq_lens, num_query_heads=num_query_heads,
+        num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale, block_table=block_table,
+        block_size=block_size, sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
+        learnable_sink=learnable_sink, query_rope=query_rope, key_rope=key_rope, return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
 
 
 def _fake(query: Tensor, key: Tensor, value: Tensor, *, return_softmax_lse: bool = False, **_: object) -> tuple[Tensor, Tensor]:
@@ -284,9 +267,9 @@ _contract = register(
         reference=reference.fused_infer_attention,
         fake=_fake,
         cases=_cases,
-        # fp32: sums of up to a few hundred products; 16 bit: one rounding of values around 1, after fp32 sums.
+        # fp32: sums of up to 576 products; 16 bit: one rounding of values around 1, after fp32 sums.
         tolerance={
-            torch.float32: Tolerance(2e-6, 2e-5),
+            torch.float32: Tolerance(8e-6, 2e-5),
             torch.float16: Tolerance(2e-3, 4e-3),
             torch.bfloat16: Tolerance(1e-2, 2e-2),
         },

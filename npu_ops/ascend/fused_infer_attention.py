@@ -23,6 +23,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from npu_ops import virtual_npu
 from npu_ops.contract import require
 from npu_ops.reference import fused_infer_attention as reference
 
@@ -57,17 +58,17 @@ def fused_infer_attention(
 ) -> tuple[Tensor, Tensor]:
     """See npu_ops.fused_infer_attention.fused_infer_attention."""
     if query.dtype == torch.float32:
-        return reference.fused_infer_attention(
-            query, key, value, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen,
-            query_start_loc=query_start_loc, seq_lens=seq_lens, num_query_heads=num_query_heads,
-            num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale, block_table=block_table,
-            block_size=block_size, sparse_mode=sparse_mode, pre_tokens=pre_tokens, next_tokens=next_tokens,
-            learnable_sink=learnable_sink, query_rope=query_rope, key_rope=key_rope, return_softmax_lse=return_softmax_lse,
+        return virtual_npu.in_one_piece(
+            reference.fused_infer_attention, query, key, value, actual_seq_qlen=actual_seq_qlen,
+            actual_seq_kvlen=actual_seq_kvlen, query_start_loc=query_start_loc, seq_lens=seq_lens,
+            num_query_heads=num_query_heads, num_key_value_heads=num_key_value_heads, softmax_scale=softmax_scale,
+            block_table=block_table, block_size=block_size, sparse_mode=sparse_mode, pre_tokens=pre_tokens,
+            next_tokens=next_tokens, learnable_sink=learnable_sink, query_rope=query_rope, key_rope=key_rope,
+            return_softmax_lse=return_softmax_lse,
         )  # fmt: skip
     qlens = [end - start for start, end in pairwise((0, *actual_seq_qlen))]
     tokens, total = query.shape[0], actual_seq_qlen[-1]
-    packed = block_table is None
-    kvlens = [end - start for start, end in pairwise((0, *actual_seq_kvlen))] if packed else list(actual_seq_kvlen)
+    kvlens = list(actual_seq_kvlen) if block_table is not None else [b - a for a, b in pairwise((0, *actual_seq_kvlen))]
     if total == 0 or max(kvlens) == 0:  # CANN takes no empty tensor
         lse = query.new_full((tokens, num_query_heads), -math.inf, dtype=torch.float32)
         if learnable_sink is not None:

@@ -47,7 +47,9 @@ def gather_kv_cache(
 
         gather_pages(key_cache, value_cache, block_table, seq_lens, key, value, seq_offset)
     else:
-        reference.gather_kv_cache(key_cache, value_cache, block_table, seq_lens, key, value, seq_offset=seq_offset)
+        virtual_npu.in_one_piece(
+            reference.gather_kv_cache, key_cache, value_cache, block_table, seq_lens, key, value, seq_offset=seq_offset
+        )
 
 
 def _takes(cache: Tensor) -> bool:

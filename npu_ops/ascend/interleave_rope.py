@@ -9,13 +9,14 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from npu_ops import virtual_npu
 from npu_ops.reference import interleave_rope as reference
 
 
 def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See npu_ops.interleave_rope.interleave_rope."""
     if x.dtype == torch.float32:
-        return reference.interleave_rope(x, cos, sin)
+        return virtual_npu.in_one_piece(reference.interleave_rope, x, cos, sin)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rotated: Tensor = torch_npu.npu_interleave_rope(x.unsqueeze(2).contiguous(), widen(cos), widen(sin))

@@ -11,6 +11,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from npu_ops import virtual_npu
 from npu_ops.ascend.interleave_rope import widen
 from npu_ops.reference import kv_rmsnorm_rope_cache as reference
 
@@ -29,7 +30,9 @@ def kv_rmsnorm_rope_cache(
     """See npu_ops.kv_rmsnorm_rope_cache.kv_rmsnorm_rope_cache."""
     rope, latent = k_cache.shape[3], ckv_cache.shape[3]
     if kv.dtype == torch.float32:
-        return reference.kv_rmsnorm_rope_cache(kv, gamma, cos, sin, slot_mapping, k_cache, ckv_cache, epsilon=epsilon)
+        return virtual_npu.in_one_piece(
+            reference.kv_rmsnorm_rope_cache, kv, gamma, cos, sin, slot_mapping, k_cache, ckv_cache, epsilon=epsilon
+        )
     if kv.shape[0] == 0:
         return kv.new_empty(0, rope), kv.new_empty(0, latent)
     slots = k_cache.shape[0] * k_cache.shape[1]

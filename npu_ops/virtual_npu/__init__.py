@@ -15,9 +15,9 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from npu_ops.virtual_npu.recording import AclCall
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # torch_npu would queue copies to a thread of its own, past kernels that run at once; torch would load torch_npu by itself,
 # before the stand-ins are there. Children inherit both, and the switch.
 ENVIRONMENT: Mapping[str, str] = {"TASK_QUEUE_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "VIRTUAL_NPU": "1"}
+
+T = TypeVar("T")
 
 _enabled: list[str] = []  # the folder of the stand-ins, once they are in use
 
@@ -72,6 +74,19 @@ def is_enabled() -> bool:
 def is_requested(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the environment asks for the virtual NPU (VIRTUAL_NPU=1)."""
     return environ.get("VIRTUAL_NPU", "0") not in ("", "0")
+
+
+def in_one_piece(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """``function(*args, **kwargs)`` for a composition of PyTorch's own ops, which the NPU runs one by one.
+
+    On the virtual NPU each of them would be the CPU's on the same memory, so all of it runs on CPU views of the arguments;
+    while aten calls are being recorded, op by op. Elsewhere this is a plain call.
+    """
+    if not _enabled:
+        return function(*args, **kwargs)
+    from npu_ops.virtual_npu import kernels
+
+    return kernels.in_one_piece(function, args, kwargs)  # type: ignore[no-any-return]
 
 
 def record(aten: bool = False) -> AbstractContextManager[list[AclCall]]:

@@ -52,6 +52,15 @@ def install() -> None:
             libraries[space].impl(rest, kernel, KEY, allow_override=True)  # type: ignore[no-untyped-call]
 
 
+def in_one_piece(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A composition of aten ops on CPU tensors over the memory of NPU tensors; see virtual_npu.in_one_piece."""
+    if recording.wanted(is_aten=True):
+        return function(*args, **kwargs)
+    call = _Call(function.__qualname__, mixes=False, aliases=True)
+    lowered = [call.lower(x) for x in args]
+    return call.lift(function(*lowered, **{key: call.lower(x) for key, x in kwargs.items()}))
+
+
 def _overload(space: str, name: str) -> torch._ops.OpOverload | None:
     """The op, or None for a kernel that torch_npu registers under a name that nobody defines."""
     base, _, overload = name.partition(".")
@@ -116,11 +125,16 @@ def _lowered(op: torch._ops.OpOverload, function: Callable[..., Any], name: str)
     outs = [a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
     takes_generator = any(str(a.type) == "Optional[Generator]" for a in arguments)
     draws_from_default = torch.Tag.nondeterministic_seeded in op.tags and not takes_generator
+    aliases = any(result.alias_info is not None for result in op._schema.returns)
+    plain = not (takes_generator or outs or draws_from_default)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(name, mixes)
-        lowered = [call.lower(x) for x in args]
-        named = {key: call.lower(x) for key, x in kwargs.items()}
+        call = _Call(name, mixes, aliases)
+        lower = call.lower
+        lowered = [lower(x) for x in args]
+        named = {key: lower(x) for key, x in kwargs.items()} if kwargs else kwargs
+        if plain:
+            return call.lift(function(*lowered, **named))
         if takes_generator:
             _pass_generator(arguments, lowered, named, call)
         if outs:
@@ -147,11 +161,12 @@ def _pass_generator(arguments: Sequence[Any], args: list[Any], kwargs: dict[str,
 class _Call:
     """One call of a kernel: which CPU tensor stands for which NPU tensor, and where results belong."""
 
-    __slots__ = ("device", "mixes", "name", "pairs")
+    __slots__ = ("aliases", "device", "mixes", "name", "pairs")
 
-    def __init__(self, name: str, mixes: bool) -> None:
+    def __init__(self, name: str, mixes: bool, aliases: bool) -> None:
         self.name = name
         self.mixes = mixes
+        self.aliases = aliases  # whether a result can be an argument, or a view of one
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.device: torch.device | None = None
 
@@ -162,7 +177,7 @@ class _Call:
                     raise RuntimeError(f"{self.name}: all tensors must be on one device, found {NPU} and cpu")
                 return x
             return self._lower_tensor(x)
-        if isinstance(x, list | tuple):
+        if isinstance(x, (list, tuple)):  # half the time of list | tuple, which is built each time
             return [self.lower(item) for item in x] if x and not isinstance(x[0], int | float) else x
         if isinstance(x, torch.device) and x.type == NPU:
             self.device = x
@@ -192,6 +207,8 @@ class _Call:
 
     def _lift_tensor(self, result: Tensor) -> Tensor:
         """The argument that ``result`` is, a view of one that it looks into, or a new tensor."""
+        if not self.aliases:
+            return to_npu(result, self.target())
         for tensor, lowered in self.pairs:
             if result is lowered:
                 if tensor.shape != result.shape:

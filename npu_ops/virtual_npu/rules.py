@@ -11,6 +11,7 @@ moe_rules.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,10 +96,17 @@ def check(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def bind(base: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimpleNamespace:
     """The arguments of a call by name, defaults included, from torch_npu's schema of the op."""
+    defaults = _defaults(base)
+    bound = {**defaults, **dict(zip(defaults, args, strict=False))}
+    bound.update((RENAMED.get(key, key), value) for key, value in kwargs.items())
+    return SimpleNamespace(**bound)
+
+
+@functools.cache
+def _defaults(base: str) -> dict[str, Any]:
+    """Names of an op's arguments, in their order, with their defaults. Reading a schema takes longer than most rules."""
     schema = getattr(torch.ops.npu, base).default._schema
-    bound = {argument.name: argument.default_value for argument in schema.arguments}
-    bound |= dict(zip(bound, args, strict=False)) | dict(kwargs)
-    return SimpleNamespace(**{RENAMED.get(key, key): value for key, value in bound.items()})
+    return {RENAMED.get(argument.name, argument.name): argument.default_value for argument in schema.arguments}
 
 
 def rule(text: str, source: str, *ops: str) -> Callable[[Broken], Broken]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from parity_e2e_client import HostError, random_prompt
 
+from npu_ops import device as devices
+
 # fp32 sums in another order, through the latent space and back.
 LOGPROB_TOLERANCE = 2e-4
 
@@ -41,12 +43,12 @@ def test_context_in_1_2_and_5_iterations(host, checkpoint, oracle):
 @pytest.mark.parametrize("plan", ["proportional", "equal"])
 def test_chunk_size_changes_nothing(host, checkpoint, oracle, plan):
     settings = {**CHUNKED, "mla_workspace_tokens": 384, "mla_context_plan": plan}
-    engine = host.engine(checkpoint("deepseek_v3"), max_num_batched_tokens=1024, additional_config=settings)
-    # A long prompt and short ones: contexts of very different lengths share the workspace.
-    prompts = [random_prompt(1000, seed=2), random_prompt(300, seed=2), random_prompt(3, seed=2)]
+    engine = host.engine(checkpoint("deepseek_v3"), max_num_batched_tokens=1024, max_num_seqs=3, additional_config=settings)
+    # A long prompt and short ones: contexts of very different lengths share the workspace. Tiny chunks see the short ones.
+    prompts = [random_prompt(1000, seed=2), random_prompt(300, seed=2), random_prompt(30, seed=2)]
     expected = [oracle("deepseek_v3").greedy(prompt, 8) for prompt in prompts]
     for chunk in (1, 7, 64, 127, 128, 129, 1000):
-        chosen = prompts[1:] if chunk == 1 else prompts
+        chosen = {1: prompts[2:], 7: prompts[1:]}.get(chunk, prompts)
         assert [c.tokens for c in engine.generate(chosen, 8, chunk=chunk)] == expected[-len(chosen) :], f"chunk {chunk}"
 
 
@@ -77,8 +79,9 @@ def test_a_batch_gives_what_each_prompt_gives_alone(host, checkpoint):
     assert [c.tokens for c in together] == [c.tokens for c in alone]
 
 
-@pytest.mark.skipif("device == 'cpu'", reason="vLLM measures no memory on a CPU: its KV cache is set by hand")
-def test_a_prompt_of_full_length_fits_what_was_reserved(host, checkpoint):
+def test_a_prompt_of_full_length_fits_what_was_reserved(host, device, checkpoint):
+    if device == devices.CPU:
+        pytest.skip("vLLM measures no memory on a CPU: its KV cache is set by hand")
     # Its last chunk finds a context that all but fills the workspace. benchmarks/mla_memory.py does the same at full size.
     settings = {"mla_absorbed_rows": 0, "mla_workspace_tokens": 4096}
     engine = host.engine(
