@@ -18,7 +18,7 @@ def interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, cos, sin = unit_stride(x), unit_stride(cos), unit_stride(sin)
     tokens, heads, dim = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    block = min(HEADS_A_PROGRAM, triton.next_power_of_2(heads))
+    block = min(HEADS_A_PROGRAM, triton.next_power_of_2(max(1, heads)))
     launch(
         _interleave_rope, (tokens, triton.cdiv(heads, block)), x, x, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0),
         sin.stride(0), HEADS=heads, PAIRS=dim // 2, BLOCK=block, num_warps=1,

@@ -56,7 +56,7 @@ def random_angles(tokens: int, dtype: torch.dtype, generator: torch.Generator, m
 
 
 # T, N.
-_SHAPES = {"none": (0, 2), "one": (1, 1), "odd": (17, 3), "many-heads": (3, 128)}
+_SHAPES = {"none": (0, 2), "no-heads": (3, 0), "one": (1, 1), "odd": (17, 3), "many-heads": (3, 128)}
 
 
 def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
@@ -64,7 +64,7 @@ def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
     generator = torch.Generator().manual_seed(seed)
     for name, (tokens, heads) in _SHAPES.items():
         x = torch.randn(tokens, heads, 192, generator=generator).to(dtype).to(device)[..., 128:]
-        if not tokens:  # opcheck cannot copy an empty view
+        if not x.numel():  # opcheck cannot copy an empty view
             x = x.clone(memory_format=torch.contiguous_format)
         angles = random_angles(tokens, dtype, generator, 1.0 if tokens != 17 else 1.3)
         yield OpCase(name, (x, *(part.to(device) for part in angles)))

@@ -16,8 +16,9 @@ from npu_ops.reference import kv_rmsnorm_rope_cache as reference
 from npu_ops.scatter_kv_cache import validate_caches
 
 OP = "kv_rmsnorm_rope_cache"
-# CANN normalises exactly so many dims.
+# CANN normalises exactly so many dims, and wants blocks of 32 bytes of slots in 16 bits.
 LATENT = 512
+SLOTS = 16
 
 
 def kv_rmsnorm_rope_cache(
@@ -40,7 +41,8 @@ def kv_rmsnorm_rope_cache(
         sin: likewise.
         slot_mapping: int64 [T]; -1 marks a row that is returned but not written; all others are distinct and below
             blocks * block_size. Offsets are right past 2^31 elements.
-        k_cache: [blocks, block_size, 1, 64], the dtype of ``kv``; contiguous; written in place with rope rows.
+        k_cache: [blocks, block_size, 1, 64], the dtype of ``kv``; contiguous; written in place with rope rows. block_size is a
+            multiple of 16.
         ckv_cache: [blocks, block_size, 1, 512], likewise, with latent rows.
         epsilon: added to the mean square, before the root.
 
@@ -63,6 +65,8 @@ def kv_rmsnorm_rope_cache(
         require(cache.shape[2:] == (1, width) and cache.dtype == kv.dtype, OP,
                 f"a {name} [blocks, block_size, 1, {width}] in {kv.dtype}", f"{tuple(cache.shape)} in {cache.dtype}",
                 "View the layer's two cache regions in blocks.")  # fmt: skip
+    require(k_cache.shape[1] % SLOTS == 0, OP, f"a block_size that is a multiple of {SLOTS}", f"{k_cache.shape[1]}",
+            "Allocate the cache in blocks that attention takes.")  # fmt: skip
     require(slot_mapping.shape == kv.shape[:1] and slot_mapping.dtype == torch.int64, OP,
             f"an int64 slot_mapping [{kv.shape[0]}]", f"{slot_mapping.dtype} {tuple(slot_mapping.shape)}",
             "Pass one slot to a token, -1 for a row that is not kept.")  # fmt: skip

@@ -14,16 +14,17 @@ from npu_ops.contract import ELEMENTWISE, OpCase, OpContract, Tolerance, registe
 from npu_ops.reference import transpose_batchmatmul as reference
 
 OP = "transpose_batchmatmul"
-# CANN's kernel wants whole lines of 16 elements.
+# CANN's kernel wants whole lines of 16 elements, and rows that 16 bits can count.
 LINE = 16
+MAX_WIDTH = 65520
 
 
 def transpose_batchmatmul(input: Tensor, weight: Tensor) -> Tensor:
     """``input[:, n] @ weight[n]`` for each head n.
 
     Args:
-        input: [T, N, K] bf16, fp16 or fp32; any strides; K a multiple of 16.
-        weight: [N, K, M], the dtype of ``input``; contiguous; M a multiple of 16.
+        input: [T, N, K] bf16, fp16 or fp32; any strides; K a multiple of 16 up to 65,520.
+        weight: [N, K, M], the dtype of ``input``; contiguous; M likewise.
 
     Returns:
         [T, N, M], the dtype of ``input``; accumulated in fp32.
@@ -36,8 +37,9 @@ def transpose_batchmatmul(input: Tensor, weight: Tensor) -> Tensor:
     require(weight.dim() == 3 and weight.shape[:2] == input.shape[1:] and weight.dtype == input.dtype, OP,
             f"a weight [{input.shape[1]}, {input.shape[2]}, M] in {input.dtype}", f"{tuple(weight.shape)} in {weight.dtype}",
             "Pass one matrix to a head.")  # fmt: skip
-    require(weight.shape[1] % LINE == 0 and weight.shape[2] % LINE == 0, OP, f"K and M that are multiples of {LINE}",
-            f"{weight.shape[1]} and {weight.shape[2]}", "Pad the matrices with zeros.")  # fmt: skip
+    require(all(LINE <= width <= MAX_WIDTH and width % LINE == 0 for width in weight.shape[1:]), OP,
+            f"K and M that are multiples of {LINE} from {LINE} to {MAX_WIDTH}", f"{weight.shape[1]} and {weight.shape[2]}",
+            "Pad the matrices with zeros, or split them.")  # fmt: skip
     require(weight.is_contiguous(), OP, "a contiguous weight", f"strides {weight.stride()}",
             "Lay the matrices out once, when they are loaded.")  # fmt: skip
     return _contract.op(input, weight)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ from npu_ops.virtual_npu.rules import values as numbers
 from npu_ops.virtual_npu.values import refuse, value
 
 ROPE_DOC = "torch_npu doc of npu_interleave_rope"
-CACHE_DOC = "torch_npu doc of npu_kv_rmsnorm_rope_cache; CANN's kernel of cache mode PA_BNSD for negative slots"
+CACHE_DOC = "torch_npu doc of npu_kv_rmsnorm_rope_cache_v2; CANN ops-transformer, posembedding/kv_rms_norm_rope_cache"
 BMM_DOC = "CANN ops-nn, aclnnTransposeBatchMatMul for A2 and A3"
 ROPE, LATENT, LINE = 64, 512, 16
 NARROW = (torch.float16, torch.bfloat16)
@@ -124,14 +124,23 @@ def _cache_pages(c: Any) -> object:
     return unless(right and c.k_cache.shape[:2] == c.ckv_cache.shape[:2], [*_described(*caches), *(x.stride() for x in caches)])
 
 
-@rule("one int64 slot to a row, below blocks * block_size and, unless negative, distinct", CACHE_DOC,
+@rule("a block_size that is a multiple of 16, and at least B * ceil(S / block_size) blocks", CACHE_DOC,
+      "npu_kv_rmsnorm_rope_cache_v2")  # fmt: skip
+def _cache_blocks(c: Any) -> object:
+    blocks, block_size = c.k_cache.shape[:2]
+    needed = c.kv.shape[0] * -(-c.kv.shape[2] // block_size)
+    return unless(block_size % LINE == 0 and blocks >= needed, f"{blocks} of {block_size} for {list(c.kv.shape)}")
+
+
+@rule("one int64 slot to a row, from -1 to blocks * block_size and, unless -1, distinct", CACHE_DOC,
       "npu_kv_rmsnorm_rope_cache_v2")  # fmt: skip
 def _cache_slots(c: Any) -> object:
     if c.index.dtype != torch.int64 or c.index.shape != (c.kv.shape[0] * c.kv.shape[2],):
         return _described(c.index, c.kv)
-    kept = [slot for slot in numbers(c.index) or () if slot >= 0]
+    kept = [slot for slot in numbers(c.index) or () if slot != -1]
     room = c.k_cache.shape[0] * c.k_cache.shape[1]
-    return unless(len(set(kept)) == len(kept) and max(kept, default=0) < room, f"{sorted(kept)[-4:]} of {room}")
+    right = len(set(kept)) == len(kept) and all(0 <= slot < room for slot in kept)
+    return unless(right, f"{sorted(kept)[:2]} to {sorted(kept)[-4:]} of {room}")
 
 
 @rule("a 3-D input and weight in one dtype that agree in batch and inner dim", BMM_DOC, "npu_transpose_batchmatmul")

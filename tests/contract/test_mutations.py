@@ -69,6 +69,11 @@ def without(name: str) -> Callable[[Named], Named]:
     return lambda given: {key: value for key, value in given.items() if key != name}
 
 
+def tokens_first(given: Named) -> Named:
+    """The rows of a sequence as a batch of rows."""
+    return given | {name: given[name].transpose(0, 2) for name in ("kv", "cos", "sin")}
+
+
 def scattered(x: Tensor) -> Tensor:
     """The same values with other strides."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -129,6 +134,16 @@ MUTATIONS = [
     Mutation("a result to each group", "grouped_matmul", "odd", put("split_item", lambda x: 0), "a+d"),
     Mutation("an index of -1", "moe_token_unpermute", "odd", put("sorted_indices", lambda x: x.where(x > 0, -1)), "a+d"),
     Mutation("probs forgotten", "moe_token_unpermute", "odd", without("probs"), "a+b"),
+    Mutation("a batch of tokens", "kv_rmsnorm_rope_cache", "odd", tokens_first, "a+b+d"),
+    Mutation("rows not asked for", "kv_rmsnorm_rope_cache", "odd", without("is_output_kv"), "a"),
+    Mutation("other cache mode", "kv_rmsnorm_rope_cache", "odd", put("cache_mode", lambda x: "PA_NZ"), "a"),
+    Mutation("rope and latent caches swapped", "kv_rmsnorm_rope_cache", "odd", swap("k_cache", "ckv_cache"), "a+d"),
+    Mutation("one slot twice", "kv_rmsnorm_rope_cache", "odd", put("index", lambda x: x.where(x < x.max(), x[0])), "a+d"),
+    Mutation("angles of half width", "interleave_rope", "odd", put("cos", lambda x: x[..., :32]), "a+d"),
+    Mutation("angles by head", "interleave_rope", "odd", put("sin", lambda x: x.expand(-1, 3, -1, -1)), "a+d"),
+    Mutation("heads first", "transpose_batchmatmul", "values", put("perm_x1", lambda x: [0, 1, 2]), "a+b+d"),
+    Mutation("weight as stored", "transpose_batchmatmul", "values", put("perm_x2", lambda x: [0, 2, 1]), "a+b+d"),
+    Mutation("order forgotten", "transpose_batchmatmul", "values", without("perm_y"), "a+d"),
 ]
 
 

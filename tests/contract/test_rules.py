@@ -159,7 +159,7 @@ ROUTE = {"expert_num": 8, "expert_tokens_num_type": 1, "expert_tokens_num_flag":
 EXPERTS, SIZES, MATMUL = empty(3, 64, 32), torch.tensor([2, 0, 4]), {"split_item": 2, "group_type": 0, "group_list_type": 1}
 INDICES, PROBS = torch.tensor([5, 0, 1, 1, 2, 3], dtype=torch.int32), torch.tensor([[0.5, 0.5], [0.25, 0.0], [1.0, 2.0]])
 NEW = empty(3, 2, 1, 64)
-KV = (empty(3, 1, 1, 576), empty(512), empty(3, 1, 1, 64), empty(3, 1, 1, 64), torch.tensor([4, 5, -1]),
+KV = (empty(1, 1, 3, 576), empty(512), empty(1, 1, 3, 64), empty(1, 1, 3, 64), torch.tensor([4, 5, -1]),
       empty(2, 16, 1, 64), empty(2, 16, 1, 512))  # fmt: skip
 PAGED = {"cache_mode": "PA_BNSD", "is_output_kv": True}
 ORDERS = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
@@ -234,6 +234,10 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_kv_rmsnorm_rope_cache_v2", "contiguous caches", (*KV[:6], empty(2, 512, 1, 16).transpose(1, 3)), PAGED),
     ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 4, -1]), *KV[5:]), PAGED),
     ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 32, -1]), *KV[5:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "one int64 slot", (*KV[:4], torch.tensor([4, 5, -2]), *KV[5:]), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "a multiple of 16", (*KV[:5], empty(2, 8, 1, 64), empty(2, 8, 1, 512)), PAGED),
+    ("npu_kv_rmsnorm_rope_cache_v2", "at least B *", (KV[0].transpose(0, 2), KV[1], *(x.transpose(0, 2) for x in KV[2:4]),
+                                                      *KV[4:]), PAGED),
     ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),

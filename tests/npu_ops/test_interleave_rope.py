@@ -49,6 +49,17 @@ def test_the_order_of_the_result(device: str) -> None:
     assert interleave_rope(x, quarter, still).flatten().tolist() == [*(-n for n in range(1, 64, 2)), *range(0, 64, 2)]
 
 
+def test_strides_change_nothing(device: str) -> None:
+    x = torch.randn(3, 7, 64, device=device)
+    # cos and sin side by side, as models keep them, and every second column.
+    both = torch.randn(7, 128, device=device)
+    for q, cos, sin in (
+        (x.transpose(0, 1), *both[:, :64].chunk(2, -1)),
+        (torch.stack((x, x + 1), -1)[..., 0].transpose(0, 1), both[:, 0:64:2], both[:, 64::2]),
+    ):
+        assert torch.equal(interleave_rope(q, cos, sin), interleave_rope(*(part.contiguous() for part in (q, cos, sin))))
+
+
 def test_bad_calls_say_what_to_do(device: str) -> None:
     x, cos = torch.ones(3, 2, 64, device=device), torch.ones(3, 32, device=device)
     with pytest.raises(ContractError, match=r"an x \[T, N, 64\] in bf16, fp16 or fp32 is required, got \(3, 2, 48\)"):

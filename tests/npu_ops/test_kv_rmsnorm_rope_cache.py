@@ -54,11 +54,13 @@ def test_matches_transformers(device: str, dtype: torch.dtype) -> None:
 def test_rows_lie_at_their_slots_and_nowhere_else(device: str) -> None:
     given = make(23, device)
     given["slot_mapping"][3::4] = -1
+    given["kv"][3::4] = math.nan  # padding, which may hold anything
     rope, latent = kv_rmsnorm_rope_cache(**given)
     kept = given["slot_mapping"] >= 0
     for rows, cache in ((rope, given["k_cache"]), (latent, given["ckv_cache"])):
         flat = cache.flatten(0, 2)
         assert torch.equal(flat[given["slot_mapping"][kept]], rows[kept])
+        assert rows[kept].isfinite().all()
         others = torch.ones(len(flat), dtype=torch.bool, device=device)
         others[given["slot_mapping"][kept]] = False
         assert flat[others].isnan().all()
@@ -74,6 +76,49 @@ def test_a_row_does_not_touch_another(device: str) -> None:
         assert b[3].isnan().all()
 
 
+def test_strides_change_nothing(device: str) -> None:
+    given = make(21, device)
+    plain = {name: x.clone() for name, x in given.items()}
+    given["kv"] = torch.cat((torch.full((21, 96), math.nan, device=device), given["kv"]), -1)[:, 96:]
+    # cos and sin side by side, as models keep them.
+    given["cos"], given["sin"] = torch.cat((given["cos"], given["sin"]), -1).chunk(2, -1)
+    for name in ("gamma", "slot_mapping"):
+        given[name] = torch.stack((given[name], given[name]), -1)[..., 0]
+    for ours, wanted in zip(kv_rmsnorm_rope_cache(**given), kv_rmsnorm_rope_cache(**plain), strict=True):
+        assert torch.equal(ours, wanted)
+    for name in ("k_cache", "ckv_cache"):
+        assert torch.equal(given[name].nan_to_num(7), plain[name].nan_to_num(7))
+
+
+def test_more_padding_than_the_cache_has_slots(device: str) -> None:
+    given = make(40, device, torch.bfloat16)
+    few = {**given, "k_cache": given["k_cache"][:1].clone(), "ckv_cache": given["ckv_cache"][:1].clone()}
+    few["slot_mapping"] = torch.full((40,), -1, device=device)
+    few["slot_mapping"][[2, 17, 39]] = torch.tensor([15, 0, 7], device=device)
+    rope, latent = kv_rmsnorm_rope_cache(**few)
+    for rows, wanted in zip((rope, latent), kv_rmsnorm_rope_cache(**given), strict=True):
+        assert torch.equal(rows, wanted)
+    for rows, cache in ((rope, few["k_cache"]), (latent, few["ckv_cache"])):
+        assert torch.equal(cache.flatten(0, 2)[[15, 0, 7]], rows[[2, 17, 39]])
+        assert int(cache.flatten(0, 2).isnan().all(-1).sum()) == 13
+
+
+def test_slots_past_2_to_31_elements(device: str) -> None:
+    # 2^31 elements are slot 4194304 of the latent rows. The memory is only touched where rows are written.
+    far = 2**31 // 512
+    given = make(4, device, torch.bfloat16)
+    given["k_cache"] = torch.empty(far // 16 + 1, 16, 1, 64, dtype=torch.bfloat16, device=device)
+    given["ckv_cache"] = torch.empty(far // 16 + 1, 16, 1, 512, dtype=torch.bfloat16, device=device)
+    given["slot_mapping"] = torch.tensor([far + 15, 3, -1, far], device=device)
+    flat = given["ckv_cache"].view(-1, 512)
+    flat[:16] = 0  # where the far rows would land, were 2^31 elements taken off
+    rope, latent = kv_rmsnorm_rope_cache(**given)
+    kept = given["slot_mapping"][[0, 1, 3]]
+    assert torch.equal(flat[kept], latent[[0, 1, 3]])
+    assert torch.equal(given["k_cache"].view(-1, 64)[kept], rope[[0, 1, 3]])
+    assert not flat[[0, 15]].any()
+
+
 def test_bad_calls_say_what_to_do(device: str) -> None:
     given = make(3, device)
     wrong = {
@@ -87,3 +132,6 @@ def test_bad_calls_say_what_to_do(device: str) -> None:
     for name, (value, text) in wrong.items():
         with pytest.raises(ContractError, match=text):
             kv_rmsnorm_rope_cache(**{**given, name: value})
+    odd = {name: given[name].view(8, 8, 1, -1) for name in ("k_cache", "ckv_cache")}
+    with pytest.raises(ContractError, match=r"a block_size that is a multiple of 16 is required, got 8\."):
+        kv_rmsnorm_rope_cache(**{**given, **odd})

@@ -32,12 +32,22 @@ def test_each_head_meets_its_own_matrix(device: str) -> None:
     assert transpose_batchmatmul(x, weight)[:, :, 0].tolist() == [[0.0, 16.0, 32.0]] * 2
 
 
+def test_strides_change_nothing(device: str) -> None:
+    x, weight = torch.randn(3, 5, 64, device=device), torch.randn(3, 64, 32, device=device)
+    strided = x.transpose(0, 1)
+    torch.testing.assert_close(transpose_batchmatmul(strided, weight), transpose_batchmatmul(strided.contiguous(), weight))
+    columns = torch.stack((x, x + 1), -1)[..., 0].transpose(0, 1)
+    torch.testing.assert_close(transpose_batchmatmul(columns, weight), transpose_batchmatmul(strided.contiguous(), weight))
+
+
 def test_bad_calls_say_what_to_do(device: str) -> None:
     x = torch.ones(2, 3, 32, device=device)
     with pytest.raises(ContractError, match=r"a weight \[3, 32, M\] in torch\.float32 is required, got \(2, 32, 16\)"):
         transpose_batchmatmul(x, torch.ones(2, 32, 16, device=device))
-    with pytest.raises(ContractError, match=r"K and M that are multiples of 16 is required, got 32 and 20"):
-        transpose_batchmatmul(x, torch.ones(3, 32, 20, device=device))
+    for inner, width in ((32, 20), (32, 0), (0, 32), (16, 65536), (65536, 16)):
+        text = rf"K and M that are multiples of 16 from 16 to 65520 is required, got {inner} and {width}\."
+        with pytest.raises(ContractError, match=text):
+            transpose_batchmatmul(torch.ones(2, 1, inner, device=device), torch.ones(1, inner, width, device=device))
     with pytest.raises(ContractError, match=r"a contiguous weight is required, got strides \(512, 1, 32\)"):
         transpose_batchmatmul(x, torch.ones(3, 16, 32, device=device).transpose(1, 2))
     with pytest.raises(ContractError, match=r"an input \[T, N, K\] in bf16, fp16 or fp32 is required, got \(2, 96\)"):
