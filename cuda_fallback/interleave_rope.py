@@ -42,7 +42,7 @@ def _interleave_rope(
 ) -> None:
     """BLOCK heads of a token of x and out [tokens, HEADS, 2 * PAIRS]. Grid: (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = (head < HEADS)[:, None]
     pair = tl.arange(0, PAIRS)
     c = tl.load(cos + token * stride_cos + pair).to(tl.float32)[None, :]

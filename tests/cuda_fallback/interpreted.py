@@ -19,6 +19,7 @@ from cuda_fallback import fused_infer_attention as fia
 from cuda_fallback import mla_attention as mla
 from npu_ops.contract import OpCase, OpContract, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
+from npu_ops.interleave_rope import random_angles
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
 DTYPES = dict.fromkeys(("fused_infer_attention", "grouped_matmul"), (torch.float32, torch.float16))
@@ -60,12 +61,20 @@ def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     """The contract's own cases, and for attention those that only this implementation tells apart."""
     fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = 256
     yield from contract.cases("cpu", dtype, 0)
+    if contract.name == "interleave_rope":
+        yield far_heads(dtype)
     if contract.name == "fused_infer_attention":
         for case in [*split_cases(dtype), *latent_cases(dtype)]:
             yield case
             yield pad_query(case)
         yield pad_query(build_case("prefill", [(9, 9), (2, 40)], (6, 2, 64, 16), {"sparse_mode": 3}, "cpu", dtype, 4))
         yield pad_query(build_case("no-queries", [(0, 3), (0, 0)], (64, 1, 64, 16), {}, "cpu", dtype, 5))
+
+
+def far_heads(dtype: torch.dtype) -> OpCase:
+    """Queries whose heads lie 2**30 elements apart, in memory that is never touched between them."""
+    x = torch.empty_strided((2, 3, 64), (64, 2**30, 1), dtype=dtype).copy_(torch.randn(2, 3, 64))
+    return OpCase("far-heads", (x, *random_angles(2, dtype, torch.Generator().manual_seed(8))))
 
 
 def far(cache: torch.Tensor, blocks: int) -> torch.Tensor:

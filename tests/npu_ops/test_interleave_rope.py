@@ -60,6 +60,15 @@ def test_strides_change_nothing(device: str) -> None:
         assert torch.equal(interleave_rope(q, cos, sin), interleave_rope(*(part.contiguous() for part in (q, cos, sin))))
 
 
+def test_strides_past_2_to_31_elements(device: str) -> None:
+    # Head 2 begins at element 2^31. The memory between the heads is never touched.
+    rows = torch.randn(2, 3, 64).bfloat16().to(device)
+    x = torch.empty_strided((2, 3, 64), (64, 2**30, 1), dtype=torch.bfloat16, device=device).copy_(rows)
+    assert x[:, 2].data_ptr() - x.data_ptr() == 2 * 2**31
+    angles = [part.to(device) for part in random_angles(2, torch.bfloat16, torch.Generator().manual_seed(2))]
+    assert torch.equal(interleave_rope(x, *angles), interleave_rope(rows, *angles))
+
+
 def test_bad_calls_say_what_to_do(device: str) -> None:
     x, cos = torch.ones(3, 2, 64, device=device), torch.ones(3, 32, device=device)
     with pytest.raises(ContractError, match=r"an x \[T, N, 64\] in bf16, fp16 or fp32 is required, got \(3, 2, 48\)"):
