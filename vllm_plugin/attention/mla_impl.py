@@ -246,8 +246,11 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
             extend, context, absorbed = dummy_step(tokens, self._context_settings, ABSORBED_ROWS, query.device)
             rows = [query.new_zeros(tokens, width) for width in (LATENT, ROPE)]
             caches = [query.new_zeros(1, ABSORBED_ROWS, 1, width) for width in (LATENT, ROPE)]
-            self._extend(query, _Parts(rows[0], rows[1], caches[0], caches[1]), extend, context, None)
-            self._latent_attention(query[..., :NOPE], query[..., NOPE:], caches[0], caches[1], absorbed, self._sharded)
+            query_rope = query[..., NOPE:].contiguous()  # lives as long as in forward
+            full = torch.cat((query[..., :NOPE], query_rope), -1)
+            self._extend(full, _Parts(rows[0], rows[1], caches[0], caches[1]), extend, context, None)
+            del full
+            self._latent_attention(query[..., :NOPE], query_rope, caches[0], caches[1], absorbed, self._sharded)
             return True
 
         current_workspace_manager().get_persistent_resource("ASCEND_MLA reserved", run)
