@@ -38,8 +38,8 @@ def select_backend(selected: Any, config: AttentionSelectorConfig, capability: D
 
     if selected is not None and selected.name not in BACKENDS:
         raise ValueError(f"--attention-backend {selected.name} is not one of ours. Choose one of: {', '.join(BACKENDS)}.")
-    backend: type[AttentionBackend] = AscendMlaBackend if config.use_mla else AscendFiaBackend
-    name = backend.get_name()
+    name = selected.name if selected is not None else "ASCEND_MLA" if config.use_mla else "ASCEND_FIA"
+    backend: type[AttentionBackend] = AscendMlaBackend if name == "ASCEND_MLA" else AscendFiaBackend
     reasons = backend.validate_configuration(device_capability=capability, **config._asdict())
     if reasons:
         raise ValueError(f"{name} cannot serve this model: {'; '.join(reasons)}.")
