@@ -91,6 +91,10 @@ class OpContract:
         """Whether a call writes into one of its arguments."""
         return "!" in self.schema
 
+    def bound(self, dtype: torch.dtype) -> Tolerance:
+        """What a result may be off by; an LSE of a 16-bit call is fp32 and held to that, integers are exact."""
+        return self.tolerance[dtype] if dtype.is_floating_point else Tolerance(0.0, 0.0)
+
     def provider_name(self, dispatch_key: str) -> str:
         """Dotted name of the function that serves ``dispatch_key`` ("CPU", "CUDA" or "PrivateUse1")."""
         return f"{PROVIDERS.get(dispatch_key, 'npu_ops.reference')}.{self.stem}.{self.name}"

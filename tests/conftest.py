@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from npu_ops import device as devices
 from npu_ops import virtual_npu
-from npu_ops.contract import NAMESPACE, ContractError, OpCase, OpContract, Tolerance, all_contracts
+from npu_ops.contract import NAMESPACE, ContractError, OpCase, OpContract, all_contracts
 
 ROOT = Path(__file__).parent
 PROJECT = {"npu_ops", "cuda_fallback", "dsa_cp", "sfa", "mla_workspace", "sleep_mode", "vllm_plugin"}
@@ -273,8 +273,7 @@ def check(contract: OpContract, case: OpCase) -> list[Tensor]:
     assert [(r.shape, r.dtype, r.device) for r in returned] == [(p.shape, p.dtype, p.device) for p in promised]
     assert all(r.is_contiguous() for r in returned), f"{case.name}: a result is not contiguous"
     for result, wanted in zip(contract.defined(case.args, results), expected(contract, case), strict=True):
-        # An fp32 result of a 16-bit call (an LSE) is held to fp32's tolerance; indices are exact.
-        bound = contract.tolerance[result.dtype] if result.is_floating_point() else Tolerance(0.0, 0.0)
+        bound = contract.bound(result.dtype)
         torch.testing.assert_close(
             result.float().cpu(),
             wanted.float(),
