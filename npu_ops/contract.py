@@ -142,6 +142,7 @@ def all_contracts() -> Mapping[str, OpContract]:
 
 OP_STEMS: tuple[str, ...] = (
     "attention_update",
+    "dynamic_quant",
     "fused_infer_attention",
     "gather_kv_cache",
     "grouped_matmul",

@@ -80,7 +80,7 @@ def in_one_piece(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """``function(*args, **kwargs)`` for a composition of PyTorch's own ops, which the NPU runs one by one.
 
     On the virtual NPU each of them would be the CPU's on the same memory, so all of it runs on CPU views of the arguments;
-    while aten calls are being recorded, op by op. Elsewhere this is a plain call.
+    while aten calls are being recorded, op by op. Elsewhere, and without a tensor in its memory, this is a plain call.
     """
     if not _enabled:
         return function(*args, **kwargs)

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from npu_ops.virtual_npu import attention, moe, random, recording, rules, values
+from npu_ops.virtual_npu import attention, moe, quant, random, recording, rules, values
 from npu_ops.virtual_npu.memory import CPU, NPU, on_cpu, to_npu
 
 KEY = "PrivateUse1"
@@ -33,7 +34,7 @@ KEPT_NPU = {
 MIXES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_",
          "_unsafe_index", "_pack_padded_sequence", "histogram", "tensor_split"}  # fmt: skip
 
-assert attention.OP and moe.OPS  # imported for the kernels that they add to values.VALUES
+assert attention.OP and moe.OPS and quant.OP  # imported for the kernels that they add to values.VALUES
 
 _libraries: list[torch.library.Library] = []
 
@@ -54,11 +55,16 @@ def install() -> None:
 
 def in_one_piece(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A composition of aten ops on CPU tensors over the memory of NPU tensors; see virtual_npu.in_one_piece."""
-    if recording.wanted(is_aten=True):
+    if recording.wanted(is_aten=True) or not any(_in_memory(x) for x in (*args, *kwargs.values())):
         return function(*args, **kwargs)
     call = _Call(function.__qualname__, mixes=False, aliases=True)
     lowered = [call.lower(x) for x in args]
     return call.lift(function(*lowered, **{key: call.lower(x) for key, x in kwargs.items()}))
+
+
+def _in_memory(x: Any) -> bool:
+    """Whether ``x`` is a tensor in memory of the NPU, which a fake or meta tensor is not."""
+    return isinstance(x, Tensor) and x.device.type == NPU and not isinstance(x, FakeTensor)
 
 
 def _overload(space: str, name: str) -> torch._ops.OpOverload | None:

@@ -329,4 +329,4 @@ def _swiglu_input(c: Any) -> object:
 
 
 # At the end, as the module takes ``rule`` from here: its rules add themselves.
-from npu_ops.virtual_npu import attention_rules, mla, moe_rules  # noqa: E402, F401
+from npu_ops.virtual_npu import attention_rules, mla, moe_rules, quant  # noqa: E402, F401
