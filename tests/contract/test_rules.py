@@ -163,6 +163,10 @@ KV = (empty(1, 1, 3, 576), empty(512), empty(1, 1, 3, 64), empty(1, 1, 3, 64), t
       empty(2, 16, 1, 64), empty(2, 16, 1, 512))  # fmt: skip
 PAGED = {"cache_mode": "PA_BNSD", "is_output_kv": True}
 ORDERS = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
+SCORED = (empty(5, 4, 128), empty(6, 16, 1, 128), empty(5, 4))
+LATEST = {"actual_seq_lengths_query": torch.tensor([2, 5], dtype=torch.int32), "layout_query": "TND", "layout_key": "PA_BSND",
+          "actual_seq_lengths_key": torch.tensor([30, 9], dtype=torch.int32), "block_table": TABLE, "sparse_count": 16}
+PLACES = torch.tensor([[5], [0], [5]])
 OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
     ("npu_attention_update", "update_type 0 or 1", ([FP32], [FLAT], 7), {}),
@@ -241,6 +245,22 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_kv_rmsnorm_rope_cache_v2", "a multiple of 16", (*KV[:5], empty(2, 8, 1, 64), empty(2, 8, 1, 512)), PAGED),
     ("npu_kv_rmsnorm_rope_cache_v2", "at least B *", (KV[0].transpose(0, 2), KV[1], *(x.transpose(0, 2) for x in KV[2:4]),
                                                       *KV[4:]), PAGED),
+    ("npu_scatter_nd_update_", None, (FLAT, PLACES, empty(3, 64)), {}),
+    ("npu_scatter_nd_update_", "in fp32, fp16, bf16, bool", (FLAT.double(), PLACES, empty(3, 64).double()), {}),
+    ("npu_scatter_nd_update_", "updates [..., *input.shape[a:]]", (FLAT, PLACES, empty(3, 32)), {}),
+    ("npu_scatter_nd_update_", "indices within", (FLAT, PLACES + 1, empty(3, 64)), {}),
+    ("npu_scatter_nd_update_", "indices within", (FLAT, PLACES - 1, empty(3, 64)), {}),
+    ("npu_lightning_indexer", None, SCORED, LATEST),
+    ("npu_lightning_indexer", "contiguous query, key", (SCORED[0], SCORED[1], empty(4, 5).T), LATEST),
+    ("npu_lightning_indexer", "in fp16 or bf16", (*SCORED[:2], SCORED[2].float()), LATEST),
+    ("npu_lightning_indexer", "weights [T, N1]", (*SCORED[:2], empty(5, 3)), LATEST),
+    ("npu_lightning_indexer", "a layout_key of PA_BSND", SCORED, {**LATEST, "layout_key": "BSND"}),
+    ("npu_lightning_indexer", "a sparse_count of", SCORED, {**LATEST, "sparse_count": 2049}),
+    ("npu_lightning_indexer", "sparse_mode 0 or 3", SCORED, {**LATEST, "sparse_mode": 4}),
+    ("npu_lightning_indexer", "int32 lengths [B]", SCORED, {**LATEST, "actual_seq_lengths_query": None}),
+    ("npu_lightning_indexer", "int32 lengths [B]", SCORED, {**LATEST, "actual_seq_lengths_query": PLACES[:2, 0].int()}),
+    ("npu_lightning_indexer", "int32 key lengths", SCORED, {**LATEST, "actual_seq_lengths_key": PLACES[:, 0].int()}),
+    ("npu_lightning_indexer", "an int32 block_table", SCORED, {**LATEST, "block_table": TABLE[:, :1]}),
     ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),
