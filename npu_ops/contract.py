@@ -153,6 +153,7 @@ OP_STEMS: tuple[str, ...] = (
     "rms_norm",
     "rotary",
     "scatter_kv_cache",
+    "sparse_flash_attention",
     "swiglu",
     "transpose_batchmatmul",
 )

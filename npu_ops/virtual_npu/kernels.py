@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from npu_ops.virtual_npu import attention, moe, random, recording, rules, values
+from npu_ops.virtual_npu import attention, moe, random, recording, rules, sparse_attention, values
 from npu_ops.virtual_npu.memory import CPU, NPU, on_cpu, to_npu
 
 KEY = "PrivateUse1"
@@ -33,7 +33,7 @@ KEPT_NPU = {
 MIXES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_",
          "_unsafe_index", "_pack_padded_sequence", "histogram", "tensor_split"}  # fmt: skip
 
-assert attention.OP and moe.OPS  # imported for the kernels that they add to values.VALUES
+assert attention.OP and moe.OPS and sparse_attention.SFA  # imported for the kernels that they add to values.VALUES
 
 _libraries: list[torch.library.Library] = []
 
