@@ -156,6 +156,7 @@ OP_STEMS: tuple[str, ...] = (
     "rotary",
     "scatter_kv_cache",
     "scatter_rows",
+    "sparse_flash_attention",
     "swiglu",
     "transpose_batchmatmul",
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from npu_ops.virtual_npu import attention, moe, quant, random, recording, rules, values
+from npu_ops.virtual_npu import attention, moe, quant, random, recording, rules, sparse_attention, values
 from npu_ops.virtual_npu.memory import CPU, NPU, on_cpu, to_npu
 
 KEY = "PrivateUse1"
@@ -34,7 +34,7 @@ KEPT_NPU = {
 MIXES = {"copy_", "index", "index_put", "index_put_", "_index_put_impl_",
          "_unsafe_index", "_pack_padded_sequence", "histogram", "tensor_split"}  # fmt: skip
 
-assert attention.OP and moe.OPS and quant.OP  # imported for the kernels that they add to values.VALUES
+assert attention.OP and moe.OPS and quant.OP and sparse_attention.SFA  # imported for the kernels that they add to values.VALUES
 
 _libraries: list[torch.library.Library] = []
 

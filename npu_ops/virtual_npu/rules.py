@@ -5,8 +5,7 @@ the arguments as PyTorch's dispatcher hands them over; tensors may be npu, CPU o
 RuleError with the first rule that the call breaks. Ops without rules pass.
 
 Every rule was read in a public document, named beside it. Rules about values, such as the range of slots, are looked at where
-the tensor has values. Those of attention are in attention_rules.py, those of MLA's other ops in mla.py, those of the
-indexer in indexer.py, those of experts in moe_rules.py.
+from npu_ops.virtual_npu import attention_rules, indexer, mla, moe_rules, quant, sparse_attention  # noqa: E402, F401
 """
 
 from __future__ import annotations
@@ -329,4 +328,4 @@ def _swiglu_input(c: Any) -> object:
 
 
 # At the end, as the module takes ``rule`` from here: its rules add themselves.
-from npu_ops.virtual_npu import attention_rules, indexer, mla, moe_rules, quant  # noqa: E402, F401
+from npu_ops.virtual_npu import attention_rules, indexer, mla, moe_rules, quant, sparse_attention  # noqa: E402, F401
