@@ -1,6 +1,6 @@
 """Cached context of MLA prefills, read chunk by chunk through a workspace.
 
-``size`` says how large the workspace is and what a step needs beside it, ``plan`` which tokens a chunk holds, ``shards``
-where a token lies under decode context parallelism, ``context`` gathers the chunks and merges what attention makes of them.
+``size`` says how large the workspace is and what a step needs beside it, ``plan`` which tokens a chunk holds, ``context``
+gathers the chunks and merges what attention makes of them.
 ``python -m mla_workspace`` compares the plans.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_workspace.plan import ContextPlan, Mode, plan_context
-from mla_workspace.shards import rows_per_rank
 from mla_workspace.size import context_alignment, workspace_bytes
+from npu_ops.shards import rows_per_rank
 
 BLOCK_SIZE = 128
 MIB = 2**20

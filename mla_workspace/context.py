@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mla_workspace.plan import ContextPlan
-from mla_workspace.shards import Shard, global_order, local_length, rows_per_rank
 from mla_workspace.size import LATENT, ROPE
 from npu_ops.attention_update import attention_update
 from npu_ops.gather_kv_cache import gather_kv_cache
+from npu_ops.shards import Shard, global_order, local_length, rows_per_rank
 
 
 @dataclass(frozen=True)

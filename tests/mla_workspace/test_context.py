@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mla_workspace.context import ChunkGather, RunningMerge, Workspace, chunk_gathers
 from mla_workspace.plan import ContextPlan, plan_context
-from mla_workspace.shards import Shard
 from mla_workspace.size import context_alignment
 from npu_ops.contract import ContractError
+from npu_ops.shards import Shard
 
 WIDTHS = (16, 8)
 MODES = ("proportional", "equal")

@@ -11,7 +11,7 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.platforms import current_platform
 
-from mla_workspace.shards import owner
+from npu_ops.shards import owner
 from vllm_plugin.attention.dcp import gather_heads, merge_over_ranks
 
 RANK, RANKS, FILE = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]

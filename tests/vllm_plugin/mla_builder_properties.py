@@ -14,8 +14,8 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from mla_workspace.shards import Shard
 from mla_workspace.size import context_alignment
+from npu_ops.shards import Shard
 from vllm_plugin.attention.mla import ABSORBED_ROWS, AscendMlaMetadata, AscendMlaMetadataBuilder, absorbed_rows, pieces
 
 BLOCK_SIZE, BLOCKS = 16, 24

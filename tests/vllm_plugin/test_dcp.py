@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_workspace.shards import Shard
+from npu_ops.shards import Shard
 
 RANK = Path(__file__).parent / "dcp_rank.py"
 

@@ -1,6 +1,6 @@
 """Decode context parallelism (DCP): ranks that share a KV cache attend with all of their heads and merge by LSE.
 
-Each rank holds the tokens of its turn (mla_workspace.shards) and all ranks of the group need all of them. So queries are
+Each rank holds the tokens of its turn (npu_ops.shards) and all ranks of the group need all of them. So queries are
 gathered over the heads, every rank attends to its own keys, and the partial results go back to the ranks whose heads they
 are, merged by their LSE (Milakov and Gimelshein, 2018, "Online normalizer calculation for softmax"). A rank without keys
 brings output 0 and LSE -inf, which counts for nothing.
@@ -21,8 +21,8 @@ from torch import Tensor
 from vllm.distributed import get_dcp_group
 from vllm.platforms import current_platform
 
-from mla_workspace.shards import Shard
 from npu_ops.attention_update import attention_update
+from npu_ops.shards import Shard
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from mla_workspace.context import RunningMerge
-from mla_workspace.shards import Shard, local_length
 from npu_ops.fused_infer_attention import SPARSE_CAUSAL, SPARSE_NONE, fused_infer_attention
+from npu_ops.shards import Shard, local_length
 from vllm_plugin.attention.dcp import gather_heads, merge_over_ranks
 
 

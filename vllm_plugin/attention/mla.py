@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from mla_workspace.plan import plan_context
-from mla_workspace.shards import local_length
 from npu_ops.fused_infer_attention import DTYPES, SPARSE_CAUSAL, SPARSE_NONE
+from npu_ops.shards import local_length
 from vllm_plugin.attention.dcp import host_to_device
 from vllm_plugin.attention.fia import FiaCall
 from vllm_plugin.attention.mla_context import ContextCall, ContextSettings, context_calls

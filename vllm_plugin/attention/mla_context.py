@@ -14,8 +14,8 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from mla_workspace.context import ChunkGather, Workspace, chunk_gathers
 from mla_workspace.plan import ContextPlan, Mode, plan_context
-from mla_workspace.shards import Shard
 from mla_workspace.size import cdiv, context_alignment, require_workspace, workspace_tokens
+from npu_ops.shards import Shard
 from vllm_plugin.attention.dcp import shard_of
 from vllm_plugin.attention.fia import FiaCall
 from vllm_plugin.config import ParityConfig

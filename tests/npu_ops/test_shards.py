@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_workspace.shards import global_order, local_length, local_position, owner, rows_per_rank
+from npu_ops.shards import global_order, local_length, local_position, owner, rows_per_rank
 
 TABLE = [
     (1, 8, 1, [1, 0, 0, 0, 0, 0, 0, 0]),
