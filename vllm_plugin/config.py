@@ -43,6 +43,25 @@ class ParityConfig(BaseModel):
         "in MHA form. By default what costs the fewest multiplications, 170 for DeepSeek (docs/mla.md gives the rule).",
     )
 
+    sparse_kv_c8: bool = Field(
+        default=False,
+        description="Whether sparse attention (DeepSeek V3.2, GLM) keeps latent rows as 656 packed bytes, int8 with a scale "
+        "to 128 elements, in place of 1,152 in 16 bits (docs/sfa.md gives the error).",
+    )
+
+    indexer_c8: bool = Field(
+        default=False,
+        description="Whether the indexer of sparse attention keeps its keys as int8 with a scale to a key. Where a quantised "
+        "checkpoint says which layers' indexers are int8 (`quant_model_description.json`), only there.",
+    )
+
+    indexer_logits_bytes: int = Field(
+        default=512 * 2**20,
+        ge=2**20,
+        description="Bytes that the scores of the indexer may take at a time. Rows are sliced and keys are tiled to stay below "
+        "that; the picks are the same.",
+    )
+
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> ParityConfig:
         """Validate the JSON object of ``--additional-config``.

@@ -81,6 +81,8 @@ class AscendParityPlatform(Platform):
                 "--prefill-context-parallel-size: prefill context parallelism is not supported yet, got "
                 f"{parallel.prefill_context_parallel_size}. Leave it out; --decode-context-parallel-size shards the KV cache."
             )
+        if model is not None and hasattr(model.hf_config, "index_topk"):
+            _write_topk_pattern(model.hf_config)
         if parallel.worker_cls == "auto":
             parallel.worker_cls = cls.worker_cls
         # vLLM's own settings for the device, where our platform derives from vLLM's (the CPU).
@@ -150,6 +152,14 @@ class AscendParityPlatform(Platform):
     def is_sleep_mode_available(cls) -> bool:
         """Not in this release."""
         return False
+
+
+def _write_topk_pattern(config: Any) -> None:
+    """Say which layers share their top-k in the one way that vLLM's model reads; it knows nothing of ``indexer_types``."""
+    from sfa.sharing import TopkSharing
+
+    sharing = TopkSharing.of(config)
+    config.index_topk_pattern = "".join("F" if sharing.scores(layer) else "S" for layer in range(len(sharing.sources)))
 
 
 def _check_block_size(block_size: int, is_mla: bool) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -155,6 +157,37 @@ def kimi_k2() -> DeepseekV3Config:
                        routed_scaling_factor=2.827)  # fmt: skip
 
 
+# A small top-k, so that short contexts are past it. Many heads in the indexer: with few, ReLU leaves keys at a score of exactly
+# 0, and which of those are picked is nobody's contract.
+_SPARSE = {
+    "q_lora_rank": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 12,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "index_topk": 64,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    **_MLA,
+}
+
+
+def deepseek_v32(**changes: object) -> DeepseekV32Config:
+    """V3 with sparse attention: an indexer whose rope rotates halves."""
+    values = {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", **_SPARSE, **changes}
+    return DeepseekV32Config(**values)
+
+
+def glm_moe_dsa(**changes: object) -> GlmMoeDsaConfig:
+    """GLM-5: wider heads, and the indexer's rope rotates neighbours."""
+    values = {"n_group": 1, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", **_SPARSE,
+              "qk_nope_head_dim": 192, "v_head_dim": 256, **changes}  # fmt: skip
+    return GlmMoeDsaConfig(**values)
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": llama,
     "llama_mqa": lambda: llama(num_key_value_heads=1),
@@ -164,6 +197,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "kimi_k2": kimi_k2,
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
+    # Four layers, of which the third and fourth use what the second has picked.
+    "glm_shared": lambda: glm_moe_dsa(num_hidden_layers=4, indexer_types=["full", "full", "shared", "shared"]),
 }
 
 

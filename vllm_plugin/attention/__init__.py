@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 BACKENDS: Mapping[str, str] = {
     "ASCEND_FIA": "vllm_plugin.attention.fia.AscendFiaBackend",
     "ASCEND_MLA": "vllm_plugin.attention.mla.AscendMlaBackend",
+    "ASCEND_SFA": "vllm_plugin.attention.sfa.AscendSfaBackend",
 }
 
 
@@ -28,18 +29,18 @@ def select_backend(selected: Any, config: AttentionSelectorConfig, capability: D
         ValueError: naming every reason, if the layer needs what no backend of ours has.
     """
     from vllm.logger import init_logger
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from vllm_plugin import hooks
-    from vllm_plugin.attention.fia import AscendFiaBackend
-    from vllm_plugin.attention.mla import AscendMlaBackend
 
     # vLLM looks the backend up by name; a script that builds a layer without an engine has not loaded general plugins.
     hooks.register()
 
     if selected is not None and selected.name not in BACKENDS:
         raise ValueError(f"--attention-backend {selected.name} is not one of ours. Choose one of: {', '.join(BACKENDS)}.")
-    name = selected.name if selected is not None else "ASCEND_MLA" if config.use_mla else "ASCEND_FIA"
-    backend: type[AttentionBackend] = AscendMlaBackend if name == "ASCEND_MLA" else AscendFiaBackend
+    fitting = "ASCEND_SFA" if config.use_sparse else "ASCEND_MLA" if config.use_mla else "ASCEND_FIA"
+    name = selected.name if selected is not None else fitting
+    backend: type[AttentionBackend] = resolve_obj_by_qualname(BACKENDS[name])
     reasons = backend.validate_configuration(device_capability=capability, **config._asdict())
     if reasons:
         raise ValueError(f"{name} cannot serve this model: {'; '.join(reasons)}.")

@@ -60,7 +60,10 @@ class ContextSettings:
         requests = vllm_config.scheduler_config.max_num_seqs
         tokens = config.mla_workspace_tokens
         if tokens is None:
-            tokens = workspace_tokens(vllm_config.model_config.max_model_len, requests, alignment)
+            # A sparse model takes this way for contexts within its top-k only.
+            longest = vllm_config.model_config.max_model_len
+            longest = min(longest, getattr(vllm_config.model_config.hf_text_config, "index_topk", longest))
+            tokens = workspace_tokens(longest, requests, alignment)
         else:
             require_workspace(tokens, requests, alignment, config.mla_context_plan)
         return cls(tokens, alignment, config.mla_context_plan, shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,9 @@ class AscendMlaPrefill(MLAPrefillBackend):
 class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
     """Absorbed and MHA-form attention of one layer; layers/mla.py calls ``forward``."""
 
+    name = "ASCEND_MLA"
+    # What a head may have of unrotated query dims and of value dims.
+    head_widths: ClassVar[tuple[tuple[int, int], ...]] = ((NOPE, VALUE),)
     supports_pcp = False
     can_return_lse_for_decode = True
     supports_mtp_with_cp_non_trivial_interleave_size = True
@@ -93,20 +96,22 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
         kv_b_proj: torch.nn.Module,
         **others: Any,
     ) -> None:
-        widths = (kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim, v_head_dim)
-        if widths != (LATENT, ROPE, NOPE, VALUE):
+        latent, heads = (kv_lora_rank, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
+        if latent != (LATENT, ROPE) or heads not in self.head_widths:
+            wanted = " or ".join(f"qk_nope_head_dim {nope} and v_head_dim {value}" for nope, value in self.head_widths)
             raise ValueError(
-                "ASCEND_MLA: kv_lora_rank 512, qk_rope_head_dim 64, qk_nope_head_dim 128 and v_head_dim 128 are required, "
-                f"which Ascend's FIA takes, got {widths}. Choose another model."
+                f"{self.name}: kv_lora_rank 512, qk_rope_head_dim 64, {wanted} are required, which Ascend's ops take, "
+                f"got {(*latent, *heads)}. Choose another model."
             )
         wanted = {"sliding_window": sliding_window, "kv_sharing_target_layer_name": kv_sharing_target_layer_name}
         for name, value in wanted.items():
             if value is not None:
-                raise ValueError(f"ASCEND_MLA: {name} is not supported, got {value}. Choose another model.")
+                raise ValueError(f"{self.name}: {name} is not supported, got {value}. Choose another model.")
         if attn_type != AttentionType.DECODER:
-            raise ValueError(f"ASCEND_MLA: decoder attention is required, got {attn_type}. Choose another model.")
+            raise ValueError(f"{self.name}: decoder attention is required, got {attn_type}. Choose another model.")
         self.num_heads = num_heads
         self.head_size = head_size
+        self.nope, self.value = heads
         self.scale = float(scale)
         self.num_kv_heads = 1
         self.kv_cache_dtype = kv_cache_dtype
@@ -121,7 +126,7 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
 
         Keys need [N, 128, 512] in both forms. Values need [N, 512, 128] in absorbed form and the transpose in MHA form.
         """
-        keys, values = split_kv_b_proj(self.kv_b_proj, act_dtype, LATENT, self.num_heads, NOPE, VALUE)
+        keys, values = split_kv_b_proj(self.kv_b_proj, act_dtype, LATENT, self.num_heads, self.nope, self.value)
         self._key_weight = keys.permute(1, 2, 0).contiguous()
         self._value_weight = values.permute(1, 0, 2).contiguous()
         self._value_rows = values.permute(1, 2, 0).contiguous()
@@ -156,7 +161,7 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
         Returns:
             [T, N, 128]; 0 in rows past the batch's tokens.
         """
-        output = query.new_empty((*query.shape[:2], VALUE))
+        output = query.new_empty((*query.shape[:2], self.value))
         if metadata is None:
             self._reserve(query)
             return output.zero_()
@@ -166,17 +171,17 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
         rope, latent = kv_rmsnorm_rope_cache(
             kv, gamma, cos, sin, metadata.slot_mapping, rope_cache, latent_cache, epsilon=epsilon
         )
-        query_rope = interleave_rope(query[..., NOPE:], cos, sin)
+        query_rope = interleave_rope(query[..., self.nope :], cos, sin)
         absorbed, extend = metadata.absorbed, metadata.extend
         if extend:
             rows = extend.tokens
-            full = torch.cat((query[rows][..., :NOPE], query_rope[rows]), -1)
+            full = torch.cat((query[rows][..., : self.nope], query_rope[rows]), -1)
             parts = _Parts(latent[rows], rope[rows], latent_cache, rope_cache)
             output[rows] = self._extend(full, parts, extend, metadata.context, absorbed if self._sharded else None)
         if absorbed and not self._sharded:
             rows = absorbed.tokens
             mixed, _ = self._latent_attention(
-                query[rows][..., :NOPE], query_rope[rows], latent_cache, rope_cache, absorbed, return_softmax_lse=False
+                query[rows][..., : self.nope], query_rope[rows], latent_cache, rope_cache, absorbed, return_softmax_lse=False
             )
             output[rows] = transpose_batchmatmul(mixed, self._value_weight)
         output[tokens:].zero_()
@@ -224,7 +229,7 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
             rows = absorbed.tokens
             mine = query[rows]
             caches = parts.latent_cache, parts.rope_cache
-            mixed, lse = self._latent_attention(mine[..., :NOPE], mine[..., NOPE:], *caches, absorbed, True)
+            mixed, lse = self._latent_attention(mine[..., : self.nope], mine[..., self.nope :], *caches, absorbed, True)
             values = transpose_batchmatmul(mixed.to(query.dtype), self._value_weight)
             merged.add(rows, values, lse)
         for chunk in context:
@@ -246,11 +251,11 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
             extend, context, absorbed = dummy_step(tokens, self._context_settings, ABSORBED_ROWS, query.device)
             rows = [query.new_zeros(tokens, width) for width in (LATENT, ROPE)]
             caches = [query.new_zeros(1, ABSORBED_ROWS, 1, width) for width in (LATENT, ROPE)]
-            query_rope = query[..., NOPE:].contiguous()  # lives as long as in forward
-            full = torch.cat((query[..., :NOPE], query_rope), -1)
+            query_rope = query[..., self.nope :].contiguous()  # lives as long as in forward
+            full = torch.cat((query[..., : self.nope], query_rope), -1)
             self._extend(full, _Parts(rows[0], rows[1], caches[0], caches[1]), extend, context, None)
             del full
-            self._latent_attention(query[..., :NOPE], query_rope, caches[0], caches[1], absorbed, self._sharded)
+            self._latent_attention(query[..., : self.nope], query_rope, caches[0], caches[1], absorbed, self._sharded)
             return True
 
         current_workspace_manager().get_persistent_resource("ASCEND_MLA reserved", run)
@@ -260,10 +265,10 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
     ) -> tuple[Tensor, Tensor]:
         """MHA form over packed latent rows [k, 512] and rope rows [k, 64], up-projected to each head's keys and values."""
         latent, rope = latent.view(-1, LATENT), rope.view(-1, 1, ROPE)
-        nope = torch.nn.functional.linear(latent, self._key_weight.flatten(0, 1)).view(-1, self.num_heads, NOPE)
+        nope = torch.nn.functional.linear(latent, self._key_weight.flatten(0, 1)).view(-1, self.num_heads, self.nope)
         key = torch.cat((nope, rope.expand(-1, self.num_heads, -1)), -1)
         del nope  # before the values are made: this is the largest moment of a step
-        value = torch.nn.functional.linear(latent, self._value_rows.flatten(0, 1)).view(-1, self.num_heads, VALUE)
+        value = torch.nn.functional.linear(latent, self._value_rows.flatten(0, 1)).view(-1, self.num_heads, self.value)
         return fused_infer_attention(
             query,
             key,
