@@ -95,13 +95,16 @@ def more_cases(name: str, dtype: torch.dtype) -> Iterator[OpCase]:
 
 
 @contextmanager
-def fresh_masks() -> Iterator[None]:
-    """The mask that the attention mapping keeps for a device must not come from, or go to, another kind of tensor."""
-    from npu_ops.ascend import fused_infer_attention as mapping
+def fresh_constants() -> Iterator[None]:
+    """What a mapping keeps for a device, a mask or a matrix, must not come from, or go to, another kind of tensor."""
+    from npu_ops.ascend.fused_infer_attention import _mask
+    from npu_ops.ascend.hadamard_rotation import _matrix
 
-    mapping._mask.cache_clear()
+    for kept in (_mask, _matrix):
+        kept.cache_clear()
     yield
-    mapping._mask.cache_clear()
+    for kept in (_mask, _matrix):
+        kept.cache_clear()
 
 
 def serve(name: str, case: OpCase, move: Callable[[Tensor], Tensor]) -> Served | None:
@@ -110,7 +113,7 @@ def serve(name: str, case: OpCase, move: Callable[[Tensor], Tensor]) -> Served |
     args, kwargs = tree_map(lambda x: move(x) if isinstance(x, Tensor) else x, (case.args, case.kwargs))
     inputs = dict(zip([argument.name for argument in contract.op._schema.arguments], args, strict=False)) | kwargs
     try:
-        with fresh_masks(), Spy() as spy:
+        with fresh_constants(), Spy() as spy:
             result = contract.provider(KEY)(*args, **kwargs)
     except ContractError:
         return None

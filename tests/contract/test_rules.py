@@ -172,6 +172,10 @@ LATEST = {
     "block_table": TABLE,
     "sparse_count": 16,
 }
+LATEST = {"actual_seq_lengths_query": torch.tensor([2, 5], dtype=torch.int32), "layout_query": "TND", "layout_key": "PA_BSND",
+          "actual_seq_lengths_key": torch.tensor([30, 9], dtype=torch.int32), "block_table": TABLE, "sparse_count": 16}
+NARROW = (*(x.to(torch.int8) for x in SCORED[:2]), SCORED[2].half(), SCORED[2].half(), empty(6, 16, 1, dtype=torch.float16), 0, 0)
+FP8 = (*(x.to(torch.float8_e4m3fn) for x in SCORED[:2]), SCORED[2], *(x.float() for x in NARROW[3:5]), 0, 0)
 PLACES = torch.tensor([[5], [0], [5]])
 OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
@@ -267,6 +271,13 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_lightning_indexer", "int32 lengths [B]", SCORED, {**LATEST, "actual_seq_lengths_query": PLACES[:2, 0].int()}),
     ("npu_lightning_indexer", "int32 key lengths", SCORED, {**LATEST, "actual_seq_lengths_key": PLACES[:, 0].int()}),
     ("npu_lightning_indexer", "an int32 block_table", SCORED, {**LATEST, "block_table": TABLE[:, :1]}),
+    ("npu_quant_lightning_indexer", None, NARROW, LATEST),
+    ("npu_quant_lightning_indexer", None, FP8, LATEST),
+    ("npu_quant_lightning_indexer", "in int8, with weights", (*NARROW[:2], SCORED[2], *NARROW[3:]), LATEST),
+    ("npu_quant_lightning_indexer", "in int8, with weights", (*NARROW[:3], *FP8[3:]), LATEST),
+    ("npu_quant_lightning_indexer", "at most 64 heads", (*NARROW[:6], 1), LATEST),
+    ("npu_quant_lightning_indexer", "at most 64 heads", (*NARROW[:4], empty(6, 16, dtype=torch.float16), 0, 0), LATEST),
+    ("npu_quant_lightning_indexer", "1 to 2048 for rows in 8 bits", NARROW, {**LATEST, "sparse_count": 3072}),
     ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),

@@ -22,7 +22,8 @@ from npu_ops.fused_infer_attention import build_case, build_latent_case
 from npu_ops.interleave_rope import random_angles
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
-DTYPES = dict.fromkeys(("fused_infer_attention", "grouped_matmul"), (torch.float32, torch.float16))
+PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "quant_lightning_indexer")
+DTYPES = dict.fromkeys(PRODUCTS, (torch.float32, torch.float16))
 DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
 PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}
