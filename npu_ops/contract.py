@@ -150,6 +150,7 @@ OP_STEMS: tuple[str, ...] = (
     "moe_gating_top_k",
     "moe_init_routing",
     "moe_token_unpermute",
+    "pack_sparse_kv",
     "rms_norm",
     "rotary",
     "scatter_kv_cache",

@@ -19,6 +19,7 @@ from npu_ops.virtual_npu.values import refuse, value
 
 SFA = "npu_sparse_flash_attention"
 SFA_DOC = "torch_npu doc of npu_sparse_flash_attention"
+SHAPES = "torch_npu 2.13, shape function and host code of npu_sparse_flash_attention"
 HEADS_DOC = "vllm-ascend's use of npu_sparse_flash_attention"
 ABSORBED = 2
 LATENT, ROPE = 512, 64
@@ -46,7 +47,7 @@ def npu_sparse_flash_attention(
     sinks: Tensor | None = None,
     **checked: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layouts TND and PA_BSND or, for one request, TND; output, and the largest score and the sum, in the shapes of torch_npu."""
+    """Layouts TND and PA_BSND or, for one request, TND: output, and the largest score and the sum in torch_npu's shapes."""
     refuse(SFA, sinks=sinks, window=(pre_tokens, next_tokens) != (UNLIMITED, UNLIMITED))
     assert query_rope is not None
     assert key_rope is not None
@@ -77,6 +78,7 @@ def npu_sparse_flash_attention(
     return out, *(x.view(shape) if layout_kv == "TND" else torch.full(shape, math.nan) for x in (top, total))
 
 
+# By the names that rules.py gives arguments: actual_seq_lengths_kv is actual_seq_kvlen there.
 # ---- rules ----------------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +121,7 @@ def _sparse_indices(c: Any) -> object:
 
 @rule("int32 lengths on the device, as many of queries, cumulative, as of keys", SFA_DOC, SFA)
 def _sparse_lengths(c: Any) -> object:
-    given = (c.actual_seq_lengths_query, c.actual_seq_lengths_kv)
+    given = (c.actual_seq_lengths_query, c.actual_seq_kvlen)
     if None in given:
         return _described(*given)
     right = all(x.dim() == 1 and x.dtype == torch.int32 and x.shape == given[0].shape for x in given)
@@ -133,8 +135,8 @@ def _sparse_table(c: Any) -> object:
     table, paged = c.block_table, c.layout_kv == "PA_BSND"
     if not paged or table is None:
         return unless(paged == (table is not None), _described(table))
-    longest = max(numbers(c.actual_seq_lengths_kv) or [0])
-    right = table.dtype == torch.int32 and table.dim() == 2 and table.shape[0] == c.actual_seq_lengths_kv.shape[0]
+    longest = max(numbers(c.actual_seq_kvlen) or [0])
+    right = table.dtype == torch.int32 and table.dim() == 2 and table.shape[0] == c.actual_seq_kvlen.shape[0]
     return unless(right and table.shape[1] * c.key.shape[1] >= longest, f"{_described(table)} for {longest} keys")
 
 
@@ -150,7 +152,6 @@ def _sparse_heads(c: Any) -> object:
     return unless(c.query.shape[1] in (1, 2, 4, 8, 16, 32, 64, 128), c.query.shape[1])
 
 
-@rule("packed keys where the maximum and the sum are wanted: with pages they get the shape of no heads", "torch_npu 2.13, shapes of "
-      "npu_sparse_flash_attention", SFA)  # fmt: skip
+@rule("packed keys where the maximum and the sum are wanted, which with pages get the shape of no heads", SHAPES, SFA)
 def _sparse_lse(c: Any) -> object:
     return unless(not c.return_softmax_lse or c.layout_kv == "TND", c.layout_kv)
