@@ -59,10 +59,9 @@ def _pack(
     tile, member, turn = tl.arange(0, TILES), tl.arange(0, TILE), tl.arange(0, ROPE)
     place = tile[:, None] * TILE + member[None, :]
     x = tl.load(latent + row * stride_latent + place).to(tl.float32)
-    # Larger of the two, and a NaN if there is one: it must come out of the row again.
     scale = tl.div_rn(tl.max(tl.abs(x), 1), 127.0)
-    scale = tl.where(scale < smallest, smallest, scale)
-    scale = tl.where(tl.sum((x != x).to(tl.int32), 1) > 0, float("nan"), scale)
+    # A maximum passes over a NaN, which must come out of the row again: the sum is 0 without one.
+    scale = tl.where(scale < smallest, smallest, scale) + tl.sum(x * 0.0, 1)
     # Adding 1.5 * 2**23 leaves no room for a fraction: the sum is rounded, half to even.
     quantised = (tl.div_rn(x, scale[:, None] + tl.zeros_like(x)) + 12582912.0) - 12582912.0
     tl.store(rows + row * BYTES + place, quantised.to(tl.int8))

@@ -146,6 +146,7 @@ OP_STEMS: tuple[str, ...] = (
     "gather_kv_cache",
     "grouped_matmul",
     "interleave_rope",
+    "kv_quant_sparse_flash_attention",
     "kv_rmsnorm_rope_cache",
     "moe_gating_top_k",
     "moe_init_routing",

@@ -91,7 +91,9 @@ def test_strides_change_nothing(device: str) -> None:
 
 def test_bad_calls_say_what_to_do(device: str) -> None:
     latent, rope = torch.zeros(3, 512, device=device), torch.zeros(3, 64, device=device)
-    with pytest.raises(ContractError, match=r"a latent \[T, 512\] in bf16, fp16 or fp32 is required, got torch\.float32 \(3, 64\)"):
+    with pytest.raises(
+        ContractError, match=r"a latent \[T, 512\] in bf16, fp16 or fp32 is required, got torch\.float32 \(3, 64\)"
+    ):
         pack_sparse_kv(rope, rope)
     with pytest.raises(ContractError, match=r"a rope \[3, 64\] in torch\.float32 is required, got torch\.float16"):
         pack_sparse_kv(latent, rope.half())
