@@ -20,7 +20,6 @@ from torch import Tensor
 from npu_ops.contract import OpCase, OpContract, Tolerance, all_contracts
 from npu_ops.device import CPU, CUDA
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEED = 0
 
 
@@ -81,7 +80,7 @@ def checks(device: str) -> Iterator[dict[str, str]]:
     """One record for each op, dtype and case of its contract; "problem" is empty where all is well."""
     for name, contract in all_contracts().items():
         call = without_sync(contract.op) if device == CUDA else contract.op
-        for dtype in DTYPES:
+        for dtype in contract.tolerance:
             for case in contract.cases(device, dtype, SEED):
                 try:
                     problem = difference(call, contract, case, dtype)

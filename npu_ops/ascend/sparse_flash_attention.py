@@ -84,10 +84,8 @@ def sparse_flash_attention(
         lses.append((top + total.log())[0, :, :count] if return_softmax_lse else top)
     # Indices ascend: a row whose first one is hidden sees none.
     empty = hidden[:, 0, :1]
-    out = torch.cat(outs, 1).masked_fill(empty[..., None], 0.0)
-    return out, torch.cat(lses, 1).masked_fill(empty, -math.inf) if return_softmax_lse else query.new_empty(
-        0, dtype=torch.float32
-    )
+    lse = torch.cat(lses, 1).masked_fill(empty, -math.inf) if return_softmax_lse else lses[0]
+    return torch.cat(outs, 1).masked_fill(empty[..., None], 0.0), lse
 
 
 def slots(positions: Tensor, owners: Tensor, block_table: Tensor, block_size: int) -> Tensor:

@@ -80,15 +80,16 @@ def attend(
     top = torch.full(query.shape[:2], -math.inf, dtype=torch.float32, device=query.device)
     total = torch.ones_like(top)
     row_bytes = 4 * indices.shape[1] * (query.shape[2] + query_rope.shape[2])
-    for positions, rows in _slices(indices, max(1, SLICE_BYTES // row_bytes)):
-        seen = (positions >= 0) & (positions < limits[rows, None])
+    step = max(1, SLICE_BYTES // row_bytes)
+    for begin in range(0, indices.shape[0], step):
+        named = indices[begin : begin + step]
+        seen = (named >= 0) & (named < limits[begin : begin + step, None])
         live = seen.any(1).nonzero()[:, 0]
         if not live.numel():
             continue
         # Most contexts are shorter than the list of indices: columns that no row uses are not gathered.
         width = int(seen.any(0).nonzero()[-1]) + 1
-        seen, rows = seen[live, :width], rows[live]
-        positions = positions[live, :width].long()
+        seen, positions, rows = seen[live, :width], named[live, :width].long(), begin + live
         # In the place of an index that is not seen, one that is: what lies at the other may be NaN.
         positions = torch.where(seen, positions, positions.gather(1, seen.int().argmax(1, keepdim=True)))
         slots = block_table[owners[rows, None], positions // block_size].long() * block_size + positions % block_size
@@ -101,9 +102,3 @@ def attend(
         total[rows] = sums = weights.sum(-1)
         out[rows] = (weights @ latent).div_(sums[..., None]).to(out.dtype)
     return out, top, total
-
-
-def _slices(indices: Tensor, step: int) -> list[tuple[Tensor, Tensor]]:
-    """Some rows of ``indices`` at a time, with their numbers."""
-    rows = torch.arange(indices.shape[0], device=indices.device)
-    return list(zip(indices.split(step), rows.split(step), strict=True)) if len(rows) else []

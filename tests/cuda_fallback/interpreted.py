@@ -17,13 +17,17 @@ import torch
 from benchmarks.op_check import difference
 from cuda_fallback import fused_infer_attention as fia
 from cuda_fallback import mla_attention as mla
+from cuda_fallback import sparse_flash_attention as sfa
 from npu_ops.contract import OpCase, OpContract, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
 from npu_ops.interleave_rope import random_angles
+from npu_ops.kv_quant_sparse_flash_attention import pack_case
+from npu_ops.sparse_flash_attention import build_sparse_case
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
-PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "quant_lightning_indexer")
-DTYPES = dict.fromkeys(PRODUCTS, (torch.float32, torch.float16))
+PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "quant_lightning_indexer",
+            "sparse_flash_attention")  # fmt: skip
+DTYPES = dict.fromkeys(PRODUCTS, (torch.float32, torch.float16)) | {"kv_quant_sparse_flash_attention": (torch.float32,)}
 DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
 PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}
@@ -47,6 +51,14 @@ def latent_cases(dtype: torch.dtype) -> Iterator[OpCase]:
     yield build_latent_case("latent-split-rows", [(2, 100), (2, 1)], 20, 128, {"sparse_mode": 3}, "cpu", dtype, 7)
 
 
+def sparse_split_cases(dtype: torch.dtype) -> Iterator[OpCase]:
+    """Few rows and heads, so that the indices are divided: some shares see no key, and 200 indices leave the last open."""
+    sfa.KEYS_PER_SPLIT = 32
+    for mode in (0, 3):
+        batch = [(1, 190), (2, 20), (1, 0), (1, 129)]
+        yield build_sparse_case(f"split-mode{mode}", batch, 20, 200, 16, {"sparse_mode": mode}, "cpu", dtype, 9, 2)
+
+
 def pad_query(case: OpCase, rows: int = 5) -> OpCase:
     """The same call with ``rows`` padding rows of NaN past the last request."""
 
@@ -60,8 +72,12 @@ def pad_query(case: OpCase, rows: int = 5) -> OpCase:
 
 def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     """The contract's own cases, and for attention those that only this implementation tells apart."""
-    fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = 256
+    fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = sfa.KEYS_PER_SPLIT = 256
     yield from contract.cases("cpu", dtype, 0)
+    if contract.name == "sparse_flash_attention":
+        yield from sparse_split_cases(dtype)
+    if contract.name == "kv_quant_sparse_flash_attention":
+        yield from map(pack_case, sparse_split_cases(dtype))
     if contract.name == "interleave_rope":
         yield far_heads(dtype)
     if contract.name == "fused_infer_attention":

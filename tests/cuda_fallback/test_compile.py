@@ -20,11 +20,15 @@ from triton.compiler import ASTSource
 
 from npu_ops.contract import OP_STEMS, OpCase, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
+from npu_ops.kv_quant_sparse_flash_attention import pack_case
+from npu_ops.sparse_flash_attention import build_sparse_case
 
-LIBRARY = "transpose_batchmatmul"
+# A library does the work of the first, the kernel of sparse_flash_attention that of the second.
+NO_KERNEL = ("transpose_batchmatmul", "kv_quant_sparse_flash_attention")
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
+         torch.int64: "i64"}  # fmt: skip
 # Name, batch of (query length, key length), (heads, KV heads, dim, block size), dtype.
 MAIN_BATCHES = {"prefill": [(1024, 2048)], "decode": [(1, 64)] * 2, "split": [(1, 4096)]}
 ATTENTION = [
@@ -57,8 +61,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         recorded.append(Launch(kernel, args, options))
 
     for stem in (*OP_STEMS, "mla_attention"):
-        # A library does the work of transpose_batchmatmul.
-        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record, raising=stem != LIBRARY)
+        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record, raising=stem not in NO_KERNEL)
     return recorded
 
 
@@ -144,10 +147,39 @@ def test_latent_attention(name: str, launches: list[Launch], record_property: Ca
         assert spills == 0
 
 
+# Heads, rows, dtype: tiles of 16, 32 and 64 heads, a number of heads that is none, fp32, and indices divided.
+SPARSE = {
+    "h16": (16, 300, torch.bfloat16),
+    "h20": (20, 300, torch.float16),
+    "h128": (128, 70, torch.bfloat16),
+    "fp32": (16, 300, torch.float32),
+    "split": (128, 8, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("form", ["plain", "packed"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention(
+    name: str, form: str, launches: list[Launch], record_property: Callable[[str, object], None]
+) -> None:
+    heads, rows, dtype = SPARSE[name]
+    dtype = torch.bfloat16 if form == "packed" and dtype == torch.float16 else dtype
+    case = build_sparse_case(name, [(rows, 2048)], heads, 2048, 128, {}, "cpu", dtype, 0)
+    op = "sparse_flash_attention" if form == "plain" else "kv_quant_sparse_flash_attention"
+    case = case if form == "plain" else pack_case(case)
+    all_contracts()[op].provider("CUDA")(*case.args, **case.kwargs)
+    assert [call.kernel.fn.__name__ for call in launches] == (["_attend", "_merge"] if name == "split" else ["_attend"])
+    for call in launches:
+        registers, spills = compile_launch(call)
+        print(f"{name} {form}: {registers} registers, {spills} bytes spilled")
+        record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
+        assert spills == 0
+
+
 def others() -> Iterator[tuple[str, OpCase]]:
     """The last case of each size that the other ops' contracts name, in bf16."""
     for name, contract in all_contracts().items():
-        if name != "fused_infer_attention":
+        if name not in ("fused_infer_attention", "sparse_flash_attention", "kv_quant_sparse_flash_attention"):
             wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32",
                       "deepseek-v3", "spare"}  # fmt: skip
             for case in contract.cases("cpu", torch.bfloat16, 0):
