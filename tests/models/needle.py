@@ -7,18 +7,21 @@ The residual stream has four parts: a constant, the token's code, the code of th
 64 signs, so that norms are the same for all tokens and RMSNorm multiplies by a constant.
 
 Layer 0, the previous token. Queries and keys are constants, turned by rope alone. With a rope theta of 2^(pairs) the
-frequencies are 1, 1/2, 1/4, ..., and their angles are exact in fp32. A query is turned back by one position, so that the score of
-a key ``d`` positions from the one before is ``A * sum_i cos(d / 2^i)``, which has its peak at d = 0. For 2^m <= |d| < 2^(m+1)
-the terms from i = m on fall short of it by at least ``A * sum_j (1 - cos(2^-j)) = 0.616 A``, whatever the others do: no
-distance comes close, up to the lowest frequency used. The layer copies the code of the token there.
+frequencies are 1, 1/2, 1/4, ..., and their angles are exact in fp32. A query is turned back by one position, so that the
+score of a key ``d`` positions from the one before is ``A * sum_i cos(d / 2^i)``, which has its peak at d = 0. For
+2^m <= |d| < 2^(m+1) the terms from i = m on fall short of it by at least ``A * sum_j (1 - cos(2^-j)) = 0.623 A``, whatever
+the others do: no distance comes close, up to the lowest frequency used. The layer copies the code of the token there.
 
 Layer 1, the match. Queries are the token's own code, keys the code of the token before, values the token's own code: the last
 token finds the place after its earlier self and copies what stands there into the answer, which the head reads.
 
-The indexers do the same in 128 dimensions, layer 0 in their rope part, layer 1 beside it. Odd heads have the opposite query, half
-as large again: their ReLU makes them silent where the others speak, and without it they would outvote them.
+The indexers do the same in 128 dimensions, layer 0 in their rope part, layer 1 beside it. Odd heads have the opposite query,
+half as large again: their ReLU makes them silent where the others speak, and without it they would outvote them.
 
 Heads carry their codes under signs of their own, so that heads out of order find nothing.
+
+An answer that comes out whole has a logit of 16, any other token one of 4 at most. A partial one (a context chunk that counts
+too little, heads left out) may still be first, but its probability falls: ask for ``LOGPROB`` as well.
 """
 
 from __future__ import annotations
@@ -43,6 +46,9 @@ from vllm_plugin.demo_model import BOS, EOS, byte_tokenizer
 
 Kind = Literal["v32", "mla", "llama"]
 
+# The answer's log probability at 512 tokens is above this: -0.0005 in fact.
+LOGPROB = -0.001
+
 CODE = 64
 # Parts of the residual stream, by their first dimension.
 TOKEN, PREVIOUS, ANSWER, CONSTANT = 0, CODE, 2 * CODE, 3 * CODE
@@ -57,8 +63,8 @@ OPPOSITE = -1.5
 def codes(vocabulary: int) -> Tensor:
     """A code of 64 signs to each token [vocabulary, 64]: no two agree or disagree in more than 40 places.
 
-    The codewords (-1)^Tr(a x^3 + b x) over GF(64), of which there are 4,096. Their products are at most 16 (Gold, 1968, "Maximal
-    recursive sequences with 3-valued recursive cross-correlation functions"), that of a code with itself is 64.
+    The codewords (-1)^Tr(a x^3 + b x) over GF(64), of which there are 4,096. Their products are at most 16 (Gold, 1968,
+    "Maximal recursive sequences with 3-valued recursive cross-correlation functions"), that of a code with itself is 64.
     """
     if vocabulary > CODE * CODE:
         raise ValueError(f"At most {CODE * CODE} codes of 64 signs exist, {vocabulary} are asked for.")
@@ -109,13 +115,15 @@ def write_needle(
         max_positions: at most 1,048,576 have been tried.
     """
     common = {
-        "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": heads,
-        "max_position_embeddings": max_positions, "bos_token_id": BOS, "eos_token_id": EOS, "tie_word_embeddings": False,
+        "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": heads, "max_position_embeddings": max_positions, "tie_word_embeddings": False,
+        "bos_token_id": BOS, "eos_token_id": EOS,
     }  # fmt: skip
     latent = {
-        "num_key_value_heads": heads, "q_lora_rank": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "qk_nope_head_dim": NOPE,
-        "v_head_dim": VALUE, "moe_intermediate_size": 64, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_shared_experts": 1,
-        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "rope_parameters": _rope(ROPE),
+        "num_key_value_heads": heads, "q_lora_rank": 128, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE,
+        "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "rope_parameters": _rope(ROPE), "first_k_dense_replace": 2,
+        "moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     config: PretrainedConfig
     if kind == "v32":
@@ -137,8 +145,8 @@ def write_needle(
 def needle_prompt(length: int, depth_fraction: float, seed: int = 0, vocabulary: int = 512) -> tuple[list[int], int]:
     """A prompt and its answer.
 
-    Every eighth token begins a pair of another key, and the last token asks for the one key that is there once before. The first
-    token is filler: it has none before it, and would match itself.
+    Every eighth token begins a pair of another key, and the last token asks for the one key that is there once before. The
+    first token is filler: it has none before it, and would match itself.
 
     Args:
         length: tokens, at least 4.
