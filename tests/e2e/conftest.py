@@ -20,9 +20,10 @@ def _load(name: str, path: Path) -> ModuleType:
     return module
 
 
-# pytest's importlib mode puts no test folder on the path; these two are helpers, not tests.
+# pytest's importlib mode puts no test folder on the path; these are helpers, not tests.
 client = _load("parity_e2e_client", Path(__file__).parent / "client.py")
 tiny = _load("parity_tiny_models", Path(__file__).parent.parent / "models" / "tiny.py")
+needle = _load("parity_needle", Path(__file__).parent.parent / "models" / "needle.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
