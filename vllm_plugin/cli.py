@@ -7,10 +7,9 @@ import importlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
 
 from vllm_plugin.selection import DeviceError
-from vllm_plugin.server import ProcessError
+from vllm_plugin.server import ProcessError, interrupt
 
 COMMANDS: Mapping[str, str] = {
     "demo": "serve a small model with the real vLLM and show that chunked prefill does not change its answers",
@@ -30,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=summary, add_help=False)
     command = parser.parse_args(argv[:1]).command
     # kill and a closing terminal end a command as Ctrl-C does, by an exception, so that its children are stopped.
-    for ending in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ending, _interrupt)
+    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, interrupt)
     own = argparse.ArgumentParser(prog=f"{parser.prog} {command}", description=f"{COMMANDS[command].capitalize()}.")
     module = importlib.import_module(f"vllm_plugin.{command}")
     module.add_arguments(own)
@@ -47,6 +46,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
 
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

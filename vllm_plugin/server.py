@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -33,6 +33,18 @@ GRACE_S = 20.0
 FEW_CORES = 4
 # The last line of a traceback, bare or as a line of vLLM's log.
 FIRST_ERROR = re.compile(r"^(?:\([^)]*\) [A-Z]+ [^\]]*\] )?(\w+(?:Error|Exception): .+)", re.MULTILINE)
+
+
+# Signals that have asked this process to end.
+_interruptions: list[int] = []
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Signal handler: KeyboardInterrupt, wherever this process is. Python loses what is raised inside a destructor, and
+    waiting goes on; so it is kept, and raised again there.
+    """
+    _interruptions.append(number)
+    raise KeyboardInterrupt
 
 
 class ProcessError(Exception):
@@ -140,6 +152,8 @@ class ChildProcess:
         with progress_bar(*columns, console=console) as progress:
             task = progress.add_task(title, total=None, line="")
             while not done():
+                if _interruptions:
+                    raise KeyboardInterrupt
                 if (code := self.exit_code()) is not None and not done():
                     raise self.failure(f"{title}: the process ended with exit code {code}")
                 if time.monotonic() - begin > timeout_s:

@@ -86,6 +86,10 @@ class EngineHost:
         """Value of one of vLLM's own counters."""
         return float(self._call("metric", name=name))
 
+    def cache_layers(self) -> dict[str, int]:
+        """Layers that have a KV cache, and the bytes of one block in each."""
+        return dict(self._call("cache_layers"))
+
     def memory(self, prompt: Sequence[int], max_tokens: int) -> dict[str, int]:
         """Bytes of activations that vLLM has reserved, and the most that this prompt used."""
         return dict(self._call("memory", prompt=list(prompt), max_tokens=max_tokens))

@@ -89,6 +89,11 @@ class Host:
         """Value of one of vLLM's own counters."""
         return float(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
+    def cache_layers(self) -> dict[str, int]:
+        """Layers that have a KV cache, and the bytes of one block in each."""
+        worker = self._engine_core().model_executor.driver_worker.worker
+        return {name: int(spec.page_size_bytes) for name, spec in worker.get_kv_cache_spec().items()}
+
     def memory(self, prompt: list[int], max_tokens: int) -> dict[str, int]:
         """Bytes of activations: what vLLM's profiling run has left free for them, and the most that a prompt takes.
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
-from parity_e2e_client import random_prompt
+from parity_e2e_client import HostError, random_prompt
 
 # fp32 sums in another order, through the latent space and back.
 LOGPROB_TOLERANCE = 2e-4
 # Within the top-k and past it, around blocks; the last has five times the top-k.
 PROMPTS = [random_prompt(length, seed=11) for length in (1, 5, 63, 64, 65, 129, 330)]
 
-
-def assert_transformers_tokens(answers, reference, prompts, count):
-    worst = 0.0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == reference.greedy(prompt, count), f"prompt of {len(prompt)} tokens"
-        expected = reference.logprobs(prompt, answer.tokens)
-        worst = max(worst, *(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)))
-    assert worst < LOGPROB_TOLERANCE
-    return worst
+LONG = {"hf_overrides": {"max_position_embeddings": 1 << 20}, "max_model_len": 1 << 19}
 
 
 @pytest.mark.parametrize("model", ["deepseek_v32", "glm_moe_dsa", "glm_shared"])
 def test_tokens_equal_transformers(host, checkpoint, oracle, model):
     engine = host.engine(checkpoint(model), max_num_batched_tokens=128)
-    worst = assert_transformers_tokens(engine.generate(PROMPTS, 16), oracle(model), PROMPTS, 16)
+    reference = oracle(model)
+    worst = 0.0
+    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, 16), strict=True):
+        assert completion.tokens == reference.greedy(prompt, 16), f"prompt of {len(prompt)} tokens"
+        expected = reference.logprobs(prompt, completion.tokens)
+        worst = max(worst, *(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)))
     print(f"{model}: worst logprob difference {worst:.1e}")
+    assert worst < LOGPROB_TOLERANCE
 
 
 def test_chunk_size_changes_nothing(host, checkpoint, oracle):
@@ -45,3 +46,80 @@ def test_prefix_hit_with_a_short_tail(host, checkpoint, length, hit):
     engine.generate([prompt[:1024]], 1)
     warm = engine.generate([prompt], 8, keep_cache=True)[0]
     assert (warm.tokens, warm.cached) == (cold.tokens, hit)
+
+
+def layers_with_caches(engine):
+    """Names of the layers that have a KV cache, and the bytes that one block takes in each."""
+    return {name.removeprefix("model.layers."): size for name, size in engine.cache_layers().items()}
+
+
+def test_layers_that_share_have_no_indexer_cache(host, checkpoint):
+    layers = layers_with_caches(host.engine(checkpoint("glm_shared"), max_num_batched_tokens=128))
+    assert [name for name in layers if "indexer" in name] == ["0.self_attn.indexer.k_cache", "1.self_attn.indexer.k_cache"]
+    assert len(layers) == 6
+
+
+@pytest.mark.parametrize("form", ["sparse_kv_c8", "indexer_c8", "both"])
+def test_quantised_caches(host, checkpoint, oracle, form):
+    keys = ("sparse_kv_c8", "indexer_c8") if form == "both" else (form,)
+    options = {"max_num_batched_tokens": 128, "additional_config": dict.fromkeys(keys, True)}
+    engine = host.engine(checkpoint("deepseek_v32"), **options)
+    layers = layers_with_caches(engine)
+    main, indexer = layers["0.self_attn.attn"], layers["0.self_attn.indexer.k_cache"]
+    assert main == 128 * (656 if "sparse_kv_c8" in keys else 576 * 4)
+    assert indexer == 128 * (130 if "indexer_c8" in keys else 128 * 4)
+    reference, worst = oracle("deepseek_v32"), 0.0
+    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, 8), strict=True):
+        expected = reference.logprobs(prompt, completion.tokens)
+        worst = max(worst, *(abs(a - b) for a, b in zip(completion.logprobs, expected, strict=True)))
+    print(f"{form}: worst logprob difference from fp32 {worst:.2f}")
+    again = engine.generate(PROMPTS, 8, chunk=50)
+    assert [c.tokens for c in again] == [c.tokens for c in engine.generate(PROMPTS, 8)], "chunks of 50 change a token"
+
+
+def test_a_checkpoint_says_which_indexers_are_quantised(host, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("deepseek_v32"), tmp_path / "described")
+    description = {f"model.layers.{n}.self_attn.indexer.quant_type": kind for n, kind in enumerate(("FLOAT", "INT8_DYNAMIC"))}
+    (folder / "quant_model_description.json").write_text(json.dumps(description))
+    engine = host.engine(folder, max_num_batched_tokens=128, additional_config={"indexer_c8": True})
+    layers = layers_with_caches(engine)
+    assert layers["0.self_attn.indexer.k_cache"] == 128 * 128 * 4
+    assert layers["1.self_attn.indexer.k_cache"] == 128 * 130
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dcp", "interleave", "style", "settings"),
+    [(4, 2, 16, "a2a", {}), (4, 4, 128, "ag_rs", {"sparse_kv_c8": True, "indexer_c8": True})],
+)
+def test_sharded_caches_give_the_same_tokens(host, checkpoint, oracle, ranks, dcp, interleave, style, settings):
+    # In chunks of 300 rows of a long context are gathered, in chunks of 64 queries are.
+    prompts = [random_prompt(length, seed=6) for length in (1, 130, 700)]
+    options = {"max_num_batched_tokens": 512, "additional_config": settings}
+    if settings:
+        expected = [c.tokens for c in host.engine(checkpoint("deepseek_v32"), **options).generate(prompts, 10)]
+    else:
+        expected = [oracle("deepseek_v32").greedy(prompt, 10) for prompt in prompts]
+    engine = host.engine(
+        checkpoint("deepseek_v32"),
+        tensor_parallel_size=ranks,
+        decode_context_parallel_size=dcp,
+        cp_kv_cache_interleave_size=interleave,
+        dcp_comm_backend=style,
+        **options,
+    )
+    for chunk in (64, 300):
+        assert [c.tokens for c in engine.generate(prompts, 10, chunk=chunk)] == expected, f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"attention_backend": "ASCEND_MLA"}, "ASCEND_MLA cannot serve this model: sparse not supported"),
+        ({"kv_cache_dtype": "fp8"}, "quantised latent caches are not supported yet"),
+        ({"hf_overrides": {"index_topk_pattern": "SF"}}, "the first layer must score"),
+        ({**LONG, "additional_config": {"indexer_logits_bytes": 1 << 20}}, "Raise indexer_logits_bytes"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(host, checkpoint, options, reason):
+    with pytest.raises(HostError, match=reason):
+        host.engine(checkpoint("deepseek_v32"), max_num_batched_tokens=128, **options)

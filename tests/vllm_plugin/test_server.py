@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from vllm_plugin import server as servers
 from vllm_plugin.demo import Answer, _common
 from vllm_plugin.server import FEW_CORES, ChildProcess, ProcessError, VllmServer, child_environment, free_port, work_folder
 
@@ -95,6 +96,20 @@ def test_waiting_for_a_process_to_end(tmp_path):
     with process(tmp_path, "print('[done]')") as child:
         assert child.wait("the child", lambda: child.exit_code() == 0, SILENT, 60) < 60
     assert child.tail() == ["[done]"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_inside_a_destructor_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "_interruptions", [])
+
+    class Dying:
+        def __del__(self) -> None:
+            servers.interrupt(signal.SIGTERM, None)
+
+    with pytest.raises(KeyboardInterrupt), ChildProcess(["sleep", "600"], os.environ, tmp_path / "log") as child:
+        Dying()
+        child.wait("the child", lambda: False, SILENT, 60)
+    assert child.exit_code() is not None
 
 
 def test_a_server_that_is_not_there_is_not_healthy(tmp_path, device):

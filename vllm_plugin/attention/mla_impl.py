@@ -98,9 +98,9 @@ class AscendMlaImpl(MLAAttentionImpl[AscendMlaMetadata]):
     ) -> None:
         latent, heads = (kv_lora_rank, qk_rope_head_dim), (qk_nope_head_dim, v_head_dim)
         if latent != (LATENT, ROPE) or heads not in self.head_widths:
-            wanted = " or ".join(f"qk_nope_head_dim {nope} and v_head_dim {value}" for nope, value in self.head_widths)
+            either = " or ".join(f"qk_nope_head_dim {nope} and v_head_dim {value}" for nope, value in self.head_widths)
             raise ValueError(
-                f"{self.name}: kv_lora_rank 512, qk_rope_head_dim 64, {wanted} are required, which Ascend's ops take, "
+                f"{self.name}: kv_lora_rank 512, qk_rope_head_dim 64, {either} are required, which Ascend's ops take, "
                 f"got {(*latent, *heads)}. Choose another model."
             )
         wanted = {"sliding_window": sliding_window, "kv_sharing_target_layer_name": kv_sharing_target_layer_name}

@@ -142,7 +142,7 @@ class AscendSfaMetadataBuilder(AscendMlaMetadataBuilder):
         )
 
     def _gather(self, batch: CommonAttentionMetadata) -> BlockGather | None:
-        """Where gathering is cheaper than sending queries, and the blocks fit into as many rows as ASCEND_MLA's workspace has."""
+        """Where gathering is cheaper than sending queries, and no more rows come than ASCEND_MLA's workspace has."""
         assert batch.seq_lens_cpu_upper_bound is not None, "vLLM's runner fills the host copy of the lengths"
         settings, count, tokens = self._context_settings, batch.num_reqs, batch.num_actual_tokens
         dcp, starts = settings.shard.dcp, batch.query_start_loc_cpu[: count + 1]
@@ -167,7 +167,7 @@ def can_be_dense(vllm_config: VllmConfig) -> bool:
 
 def fits(batch: CommonAttentionMetadata, topk: int) -> bool:
     """Whether every context is within the top-k, so that every row attends to all that it may see."""
-    return batch.max_seq_len <= topk
+    return bool(batch.max_seq_len <= topk)
 
 
 class AscendIndexerBackend(AttentionBackend):

@@ -58,6 +58,7 @@ class AscendSfaImpl(AscendMlaImpl):
         output = query.new_empty((*query.shape[:2], self.value))
         tokens = metadata.tokens
         query, kv, cos, sin = query[:tokens], kv[:tokens], cos[:tokens], sin[:tokens]
+        caches: tuple[Tensor, ...]
         if kv_cache.dtype == torch.int8:
             caches = (self._write_packed(kv, gamma, epsilon, cos, sin, kv_cache, metadata.slot_mapping),)
         else:

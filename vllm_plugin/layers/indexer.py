@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 DIM = 128
 SCALE_BYTES = 2
 BLOCK_SIZE = 128
+# The indexer's ops work on at least so many scores of a row.
+MIN_SCORES = 8192
 
 
 class IndexerCache(nn.Module, AttentionLayerBase):
@@ -92,8 +94,15 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
         parity = ParityConfig.of(config)
         layer = extract_layer_index(k_cache.prefix)
         self.k_cache = IndexerCache(k_cache.prefix, parity.indexer_c8 and layer in indexer_c8_layers(config))
+        assert self.topk_indices_buffer is not None, "the model makes one for all of its layers"
+        self._picked: Tensor = self.topk_indices_buffer
         self._logits_bytes = parity.indexer_logits_bytes
         self._longest = config.model_config.max_model_len
+        if self._logits_bytes < 4 * max(self._longest, MIN_SCORES):
+            raise ValueError(
+                f"--additional-config: indexer_logits_bytes of at least {4 * max(self._longest, MIN_SCORES)}, the fp32 scores of "
+                f"one row, are required for max_model_len {self._longest}, got {self._logits_bytes}. Raise indexer_logits_bytes."
+            )
 
     def forward_oot(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """The buffer, filled for the rows of the batch if there is anything to pick.
@@ -107,14 +116,14 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             self._reserve(q_quant, weights)
-            return self.topk_indices_buffer
+            return self._picked
         plan: AscendIndexerMetadata = metadata[self.k_cache.prefix] if isinstance(metadata, dict) else metadata
         tokens = plan.tokens
         keys, scales = self.k_cache.regions()
         self._write(k[:tokens, None], plan.slot_mapping, keys, scales)
         if plan.scores:
             self._pick(q_quant[:tokens], weights[:tokens], keys, scales, plan)
-        return self.topk_indices_buffer
+        return self._picked
 
     def _write(self, key: Tensor, slots: Tensor, keys: Tensor, scales: Tensor) -> None:
         if self.k_cache.quantised:
@@ -133,10 +142,10 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
         }
         if self.k_cache.quantised:
             query, scale = dynamic_quant(hadamard_rotation(query))
-            indices = quant_lightning_indexer(query, keys, weights.half(), scale.half(), scales, **options)
+            indices = quant_lightning_indexer(query, keys, weights.half(), scale.half(), scales.squeeze(-1), **options)
         else:
             indices = lightning_indexer(query, keys, weights, **options)
-        self.topk_indices_buffer[: plan.tokens] = indices.squeeze(1)
+        self._picked[: plan.tokens] = indices.squeeze(1)
 
     def _reserve(self, query: Tensor, weights: Tensor) -> None:
         """In vLLM's profiling run: score once, with all rows of the batch, against the longest context there can be.
@@ -150,7 +159,7 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
             one = torch.ones(1, dtype=torch.int32, device=query.device)
             dtype = torch.int8 if self.k_cache.quantised else query.dtype
             keys = torch.zeros(1, BLOCK_SIZE, 1, DIM, dtype=dtype, device=query.device)
-            scales = torch.zeros(1, BLOCK_SIZE, 1, dtype=torch.float16, device=query.device)
+            scales = torch.zeros(1, BLOCK_SIZE, 1, 1, dtype=torch.float16, device=query.device)
             plan = AscendIndexerMetadata(
                 tokens=query.shape[0],
                 slot_mapping=one.long(),
@@ -167,7 +176,7 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
 
 
 def indexer_inputs(
-    indexer: nn.Module, hidden_states: Tensor, compressed: Tensor, positions: Tensor, rope: nn.Module, interleaved: bool
+    indexer: Any, hidden_states: Tensor, compressed: Tensor, positions: Tensor, rope: Any, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [T, heads, 128], keys [T, 128] and weights [T, heads] of vLLM's Indexer, which owns the parameters.
 
