@@ -204,7 +204,8 @@ def _select(
             found = tl.sum(tl.where(hit, tl.arange(0, 256), 0), 0)
             room -= tl.sum(tl.where(hit, above, 0), 0)
             least = (least << 8) | found.to(tl.uint32)
-    taken, equals = _keep(best, indices, held, 0, 0, 0, best, indices, least, room, True, CHUNK)
+    none = tl.full((), 0, tl.int32)
+    taken, equals = _keep(best, indices, held, none, none, none, best, indices, least, room, True, CHUNK)
     _keep(scores, indices, fresh, first_key, taken, equals, best, indices, least, room, False, CHUNK)
 
 

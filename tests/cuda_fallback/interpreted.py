@@ -16,10 +16,13 @@ import torch
 
 from benchmarks.op_check import difference
 from cuda_fallback import fused_infer_attention as fia
+from cuda_fallback import lightning_indexer as indexer
 from cuda_fallback import mla_attention as mla
 from npu_ops.contract import OpCase, OpContract, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
 from npu_ops.interleave_rope import random_angles
+from npu_ops.lightning_indexer import build_case as build_scores
+from npu_ops.quant_lightning_indexer import SCALES, quantised
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
 PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "quant_lightning_indexer")
@@ -58,10 +61,36 @@ def pad_query(case: OpCase, rows: int = 5) -> OpCase:
     return OpCase(f"{case.name}-padded", (pad(query), key, value), case.kwargs | rope)
 
 
+# (query length, key length) of each request, N1, block size, sparse_count, padding rows; then the budget in bytes.
+TILED = {
+    "tiles": (([(5, 300), (2, 129), (1, 1)], 4, 16, 32, 2), 2**15),
+    "edges": (([(1, 127), (1, 128), (1, 129), (1, 256), (1, 257)], 2, 128, 64, 0), 2**15),
+    "slices": (([(9, 260), (4, 140)], 2, 48, 16, 1), 4 * 128 * 5),
+    "full-tile": (([(3, 400)], 4, 16, 128, 0), 2**15),
+    "more-than-keys": (([(70, 130)], 1, 16, 200, 0), 2**15),
+}
+
+
+def indexer_cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
+    """Tiles of 128 keys and pieces of 64 scores: running selections, and rows in slices, across every border."""
+    indexer.MIN_TILE = indexer.MAX_TILE = 128
+    indexer.CHUNK = 64
+    for name, (shape, size) in TILED.items():
+        if contract.name == "lightning_indexer":
+            yield build_scores(name, shape, "cpu", dtype, 9, {"logits_bytes": size})
+        else:
+            for kind in SCALES:
+                label = f"{name}-{str(kind).removeprefix('torch.')}"
+                case = build_scores(label, shape, "cpu", torch.float32, 9, {"logits_bytes": size})
+                yield quantised(case, kind, "cpu", dtype, 9)
+
+
 def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     """The contract's own cases, and for attention those that only this implementation tells apart."""
     fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = 256
     yield from contract.cases("cpu", dtype, 0)
+    if contract.name.endswith("lightning_indexer"):
+        yield from indexer_cases(contract, dtype)
     if contract.name == "interleave_rope":
         yield far_heads(dtype)
     if contract.name == "fused_infer_attention":

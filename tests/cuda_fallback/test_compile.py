@@ -21,10 +21,11 @@ from triton.compiler import ASTSource
 from npu_ops.contract import OP_STEMS, OpCase, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
 
-LIBRARY = "transpose_batchmatmul"
+LIBRARY = ("hadamard_rotation", "transpose_batchmatmul")
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+         torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
 # Name, batch of (query length, key length), (heads, KV heads, dim, block size), dtype.
 MAIN_BATCHES = {"prefill": [(1024, 2048)], "decode": [(1, 64)] * 2, "split": [(1, 4096)]}
 ATTENTION = [
@@ -57,8 +58,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         recorded.append(Launch(kernel, args, options))
 
     for stem in (*OP_STEMS, "mla_attention"):
-        # A library does the work of transpose_batchmatmul.
-        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record, raising=stem != LIBRARY)
+        # A library does the work of some, and the quantised indexer's is done by the other's kernels.
+        own = stem not in (*LIBRARY, "quant_lightning_indexer")
+        monkeypatch.setattr(importlib.import_module(f"cuda_fallback.{stem}"), "launch", record, raising=own)
     return recorded
 
 
@@ -147,9 +149,9 @@ def test_latent_attention(name: str, launches: list[Launch], record_property: Ca
 def others() -> Iterator[tuple[str, OpCase]]:
     """The last case of each size that the other ops' contracts name, in bf16."""
     for name, contract in all_contracts().items():
-        if name != "fused_infer_attention":
+        if name not in ("fused_infer_attention", *LIBRARY[:1]):
             wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32",
-                      "deepseek-v3", "spare"}  # fmt: skip
+                      "deepseek-v3", "spare", "decode", "decode-int8", "decode-fp8", "odd-int8"}  # fmt: skip
             for case in contract.cases("cpu", torch.bfloat16, 0):
                 if case.name in wanted:
                     yield name, case
