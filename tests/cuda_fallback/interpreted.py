@@ -78,7 +78,7 @@ def indexer_cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     for name, (shape, size) in TILED.items():
         if contract.name == "lightning_indexer":
             yield build_scores(name, shape, "cpu", dtype, 9, {"logits_bytes": size})
-        else:
+        elif name in ("tiles", "slices"):
             for kind in SCALES:
                 label = f"{name}-{str(kind).removeprefix('torch.')}"
                 case = build_scores(label, shape, "cpu", torch.float32, 9, {"logits_bytes": size})
@@ -143,6 +143,24 @@ def far_difference(contract: OpContract, case: OpCase) -> str:
     return "" if same else "another result past 2**31 elements"
 
 
+def far_single(contract: OpContract) -> str:
+    """What changes when an op over one cache finds its blocks past 2**31 elements."""
+    op, index = contract.provider("CUDA"), {"lightning_indexer": 1, "scatter_rows": 2}[contract.name]
+    case = next(case for case in contract.cases("cpu", torch.float16, 0) if case.name == "odd")
+    near, kwargs = [x.clone() for x in case.args], dict(case.kwargs)
+    cache = near[index]
+    blocks = 2**31 // cache[0].numel() + 1
+    moved = [far(x, blocks) if x is cache else x.clone() for x in near]
+    if contract.mutates:
+        moved[1] = torch.where(moved[1] < 0, -1, moved[1] + blocks * cache.shape[1])
+    else:
+        kwargs["block_table"] = kwargs["block_table"] + blocks
+    pair = op(*near, **case.kwargs), op(*moved, **kwargs)
+    if contract.mutates:
+        pair = cache, moved[index][blocks:]
+    return "" if torch.equal(*pair) else "another result past 2**31 elements"
+
+
 def main() -> None:
     """Run every case of the op named on the command line."""
     contract = all_contracts()[sys.argv[1]]
@@ -154,6 +172,8 @@ def main() -> None:
     if contract.name in PAGED:
         for case in far_cases(contract):
             print(json.dumps({"case": f"far-{case.name}", "problem": far_difference(contract, case)}), flush=True)
+    if contract.name in ("lightning_indexer", "scatter_rows"):
+        print(json.dumps({"case": "far", "problem": far_single(contract)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from npu_ops.contract import OP_STEMS, OpCase, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
+from npu_ops.lightning_indexer import build_case as build_scores
 
 LIBRARY = ("hadamard_rotation", "transpose_batchmatmul")
 TARGET = GPUTarget("cuda", 90, 32)
@@ -142,6 +143,22 @@ def test_latent_attention(name: str, launches: list[Launch], record_property: Ca
     for call in launches:
         registers, spills = compile_launch(call)
         print(f"{name}: {registers} registers, {spills} bytes spilled")
+        record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
+        assert spills == 0
+
+
+# Heads and dtype: products of two rows, of many, and those without matrix units.
+INDEXER = [(64, torch.bfloat16), (4, torch.float16), (1, torch.float16), (64, torch.float32), (16, torch.float32)]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), INDEXER, ids=str)
+def test_indexer(heads: int, dtype: torch.dtype, launches: list[Launch], record_property: Callable[[str, object], None]) -> None:
+    case = build_scores("", ([(70, 300)], heads, 128, 32, 0), "cpu", dtype, 0, {})
+    all_contracts()["lightning_indexer"].provider("CUDA")(*case.args, **case.kwargs)
+    assert [call.kernel.fn.__name__ for call in launches] == ["_score", "_select"]
+    for call in launches:
+        registers, spills = compile_launch(call)
+        print(f"{call.kernel.fn.__name__}: {registers} registers, {spills} bytes spilled")
         record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
         assert spills == 0
 
