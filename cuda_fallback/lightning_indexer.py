@@ -64,8 +64,9 @@ def top_positions(
     query_scale = None if query_scale is None else unit_stride(query_scale)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
     padded = triton.next_power_of_2(heads)
-    # Without matrix units for fp32, a product has to fit the registers.
-    keys, columns, warps = (KEYS, COLUMNS, 4) if query.element_size() < 4 else (64, 64, 8)
+    # Two programs share a multiprocessor: one multiplies while the other sums, hence no deeper pipeline than two stages. Without
+    # matrix units for fp32, a product has to fit the registers.
+    keys, columns, warps = (KEYS, COLUMNS, 4) if query.element_size() < 4 else (32, 64, 8)
     step = min(ROWS, max(1, columns // padded))
     for first_row in range(0, tokens, rows):
         for first_key in range(0, max_seq_len, tile):
@@ -76,7 +77,7 @@ def top_positions(
                     requests, first_row, rows, first_key, query.stride(0), query.stride(1), weights.stride(0),
                     0 if query_scale is None else query_scale.stride(0), block_table.stride(0), BLOCK_SIZE=key.shape[1],
                     HEADS=heads, HEADS_PADDED=padded, DIM=dim, TILE=tile, ROWS=ROWS, KEYS=keys, STEP=step, num_warps=warps,
-                    num_stages=3,
+                    num_stages=2,
                 )  # fmt: skip
             launch(
                 _select, (min(rows, tokens - first_row),), query, scores, best, indices, ends, lens, requests, first_row,
@@ -204,7 +205,8 @@ def _select(
             found = tl.sum(tl.where(hit, tl.arange(0, 256), 0), 0)
             room -= tl.sum(tl.where(hit, above, 0), 0)
             least = (least << 8) | found.to(tl.uint32)
-    taken, equals = _keep(best, indices, held, 0, 0, 0, best, indices, least, room, True, CHUNK)
+    none = tl.full((), 0, tl.int32)
+    taken, equals = _keep(best, indices, held, none, none, none, best, indices, least, room, True, CHUNK)
     _keep(scores, indices, fresh, first_key, taken, equals, best, indices, least, room, False, CHUNK)
 
 

@@ -16,12 +16,15 @@ import torch
 
 from benchmarks.op_check import difference
 from cuda_fallback import fused_infer_attention as fia
+from cuda_fallback import lightning_indexer as indexer
 from cuda_fallback import mla_attention as mla
 from cuda_fallback import sparse_flash_attention as sfa
 from npu_ops.contract import OpCase, OpContract, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
 from npu_ops.interleave_rope import random_angles
 from npu_ops.kv_quant_sparse_flash_attention import pack_case
+from npu_ops.lightning_indexer import build_case as build_scores
+from npu_ops.quant_lightning_indexer import SCALES, quantised
 from npu_ops.sparse_flash_attention import build_sparse_case
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
@@ -70,6 +73,30 @@ def pad_query(case: OpCase, rows: int = 5) -> OpCase:
     return OpCase(f"{case.name}-padded", (pad(query), key, value), case.kwargs | rope)
 
 
+# (query length, key length) of each request, N1, block size, sparse_count, padding rows; then the budget in bytes.
+TILED = {
+    "tiles": (([(5, 300), (2, 129), (1, 1)], 4, 16, 32, 2), 2**15),
+    "edges": (([(1, 127), (1, 128), (1, 129), (1, 256), (1, 257)], 2, 128, 64, 0), 2**15),
+    "slices": (([(9, 260), (4, 140)], 2, 48, 16, 1), 4 * 128 * 5),
+    "full-tile": (([(3, 400)], 4, 16, 128, 0), 2**15),
+    "more-than-keys": (([(70, 130)], 1, 16, 200, 0), 2**15),
+}
+
+
+def indexer_cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
+    """Tiles of 128 keys and pieces of 64 scores: running selections, and rows in slices, across every border."""
+    indexer.MIN_TILE = indexer.MAX_TILE = 128
+    indexer.CHUNK = 64
+    for name, (shape, size) in TILED.items():
+        if contract.name == "lightning_indexer":
+            yield build_scores(name, shape, "cpu", dtype, 9, {"logits_bytes": size})
+        elif name in ("tiles", "slices"):
+            for kind in SCALES:
+                label = f"{name}-{str(kind).removeprefix('torch.')}"
+                case = build_scores(label, shape, "cpu", torch.float32, 9, {"logits_bytes": size})
+                yield quantised(case, kind, "cpu", dtype, 9)
+
+
 def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
     """The contract's own cases, and for attention those that only this implementation tells apart."""
     fia.KEYS_PER_SPLIT = mla.KEYS_PER_SPLIT = sfa.KEYS_PER_SPLIT = 256
@@ -78,6 +105,8 @@ def cases(contract: OpContract, dtype: torch.dtype) -> Iterator[OpCase]:
         yield from sparse_split_cases(dtype)
     if contract.name == "kv_quant_sparse_flash_attention":
         yield from map(pack_case, sparse_split_cases(dtype))
+    if contract.name.endswith("lightning_indexer"):
+        yield from indexer_cases(contract, dtype)
     if contract.name == "interleave_rope":
         yield far_heads(dtype)
     if contract.name == "fused_infer_attention":
@@ -130,6 +159,24 @@ def far_difference(contract: OpContract, case: OpCase) -> str:
     return "" if same else "another result past 2**31 elements"
 
 
+def far_single(contract: OpContract) -> str:
+    """What changes when an op over one cache finds its blocks past 2**31 elements."""
+    op, index = contract.provider("CUDA"), {"lightning_indexer": 1, "scatter_rows": 2}[contract.name]
+    case = next(case for case in contract.cases("cpu", torch.float16, 0) if case.name == "odd")
+    near, kwargs = [x.clone() for x in case.args], dict(case.kwargs)
+    cache = near[index]
+    blocks = 2**31 // cache[0].numel() + 1
+    moved = [far(x, blocks) if x is cache else x.clone() for x in near]
+    if contract.mutates:
+        moved[1] = torch.where(moved[1] < 0, -1, moved[1] + blocks * cache.shape[1])
+    else:
+        kwargs["block_table"] = kwargs["block_table"] + blocks
+    pair = op(*near, **case.kwargs), op(*moved, **kwargs)
+    if contract.mutates:
+        pair = cache, moved[index][blocks:]
+    return "" if torch.equal(*pair) else "another result past 2**31 elements"
+
+
 def main() -> None:
     """Run every case of the op named on the command line."""
     contract = all_contracts()[sys.argv[1]]
@@ -141,6 +188,8 @@ def main() -> None:
     if contract.name in PAGED:
         for case in far_cases(contract):
             print(json.dumps({"case": f"far-{case.name}", "problem": far_difference(contract, case)}), flush=True)
+    if contract.name in ("lightning_indexer", "scatter_rows"):
+        print(json.dumps({"case": "far", "problem": far_single(contract)}), flush=True)
 
 
 if __name__ == "__main__":

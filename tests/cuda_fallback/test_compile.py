@@ -21,14 +21,17 @@ from triton.compiler import ASTSource
 from npu_ops.contract import OP_STEMS, OpCase, all_contracts
 from npu_ops.fused_infer_attention import build_case, build_latent_case
 from npu_ops.kv_quant_sparse_flash_attention import pack_case
+from npu_ops.lightning_indexer import build_case as build_scores
 from npu_ops.sparse_flash_attention import build_sparse_case
 
-# A library does the work of the first, the kernel of sparse_flash_attention that of the second.
-NO_KERNEL = ("transpose_batchmatmul", "kv_quant_sparse_flash_attention")
+# A library does the work of the first two; the others are done by the kernels of the op that they quantise.
+NO_KERNEL = (
+    "hadamard_rotation", "transpose_batchmatmul", "kv_quant_sparse_flash_attention", "quant_lightning_indexer",
+)  # fmt: skip
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_MEMORY = 227 * 1024
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.int32: "i32",
-         torch.int64: "i64"}  # fmt: skip
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64",
+         torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}  # fmt: skip
 # Name, batch of (query length, key length), (heads, KV heads, dim, block size), dtype.
 MAIN_BATCHES = {"prefill": [(1024, 2048)], "decode": [(1, 64)] * 2, "split": [(1, 4096)]}
 ATTENTION = [
@@ -176,12 +179,31 @@ def test_sparse_attention(
         assert spills == 0
 
 
+# Heads and dtype: products of two rows, of many, and those without matrix units.
+INDEXER = [(64, torch.bfloat16), (4, torch.float16), (1, torch.float16), (64, torch.float32), (16, torch.float32)]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), INDEXER, ids=str)
+def test_indexer(
+    heads: int, dtype: torch.dtype, launches: list[Launch], record_property: Callable[[str, object], None]
+) -> None:
+    case = build_scores("", ([(70, 300)], heads, 128, 32, 0), "cpu", dtype, 0, {})
+    all_contracts()["lightning_indexer"].provider("CUDA")(*case.args, **case.kwargs)
+    assert [call.kernel.fn.__name__ for call in launches] == ["_score", "_select"]
+    for call in launches:
+        registers, spills = compile_launch(call)
+        print(f"{call.kernel.fn.__name__}: {registers} registers, {spills} bytes spilled")
+        record_property(call.kernel.fn.__name__, {"registers": registers, "spills": spills})
+        assert spills == 0
+
+
 def others() -> Iterator[tuple[str, OpCase]]:
     """The last case of each size that the other ops' contracts name, in bf16."""
     for name, contract in all_contracts().items():
-        if name not in ("fused_infer_attention", "sparse_flash_attention", "kv_quant_sparse_flash_attention"):
+        own_tests = ("fused_infer_attention", "sparse_flash_attention", "kv_quant_sparse_flash_attention")
+        if name not in (*own_tests, "hadamard_rotation"):
             wanted = {"odd", "holes", "latent", "wide", "mixed", "partial-half-bfloat16", "odd-interleave-float32",
-                      "deepseek-v3", "spare"}  # fmt: skip
+                      "deepseek-v3", "spare", "decode", "decode-int8", "decode-fp8", "odd-int8"}  # fmt: skip
             for case in contract.cases("cpu", torch.bfloat16, 0):
                 if case.name in wanted:
                     yield name, case
