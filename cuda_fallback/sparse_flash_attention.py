@@ -17,7 +17,7 @@ from cuda_fallback.launch import launch, multiprocessors, unit_stride
 
 LATENT, ROPE, TILE, CAUSAL = 512, 64, 128, 3
 # A program that reads fewer keys than this costs more in merging than it saves.
-KEYS_PER_SPLIT = 256
+KEYS_PER_SPLIT = 128
 
 
 def sparse_flash_attention(
