@@ -26,18 +26,6 @@ def pack_sparse_kv(latent: Tensor, rope: Tensor) -> Tensor:
     return rows
 
 
-def unpack_sparse_kv(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """See npu_ops.pack_sparse_kv.unpack_sparse_kv."""
-    latent, rope = (torch.empty((*rows.shape[:-1], width), dtype=dtype, device=rows.device) for width in (LATENT, ROPE))
-    flat = rows.contiguous().view(-1, WIDTH)
-    stored = torch.bfloat16 if dtype == torch.float32 else dtype
-    launch(
-        _unpack, (flat.shape[0],), flat, flat, flat.view(stored), flat.view(torch.float32), latent, rope, LATENT=LATENT,
-        ROPE=ROPE, TILE=TILE, num_warps=1,
-    )  # fmt: skip
-    return latent, rope
-
-
 @triton.jit
 def _pack(
     latent: tl.tensor,
@@ -68,27 +56,3 @@ def _pack(
     turned = tl.load(rope + row * stride_rope + turn)
     tl.store(rope_rows + row * (BYTES // 2) + LATENT // 2 + turn, turned)
     tl.store(scale_rows + row * (BYTES // 4) + (LATENT + 2 * ROPE) // 4 + tile, scale)
-
-
-@triton.jit
-def _unpack(
-    rows: tl.tensor,
-    rope_rows: tl.tensor,
-    scale_rows: tl.tensor,
-    latent: tl.tensor,
-    rope: tl.tensor,
-    LATENT: tl.constexpr,
-    ROPE: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """One row back; see _pack. Grid: (rows,)."""
-    TILES: tl.constexpr = LATENT // TILE
-    BYTES: tl.constexpr = LATENT + 2 * ROPE + 4 * TILES
-    row = tl.program_id(0).to(tl.int64)
-    tile, member, turn = tl.arange(0, TILES), tl.arange(0, TILE), tl.arange(0, ROPE)
-    place = tile[:, None] * TILE + member[None, :]
-    scale = tl.load(scale_rows + row * (BYTES // 4) + (LATENT + 2 * ROPE) // 4 + tile)
-    x = tl.load(rows + row * BYTES + place).to(tl.float32) * scale[:, None]
-    tl.store(latent + row * LATENT + place, x.to(latent.dtype.element_ty))
-    turned = tl.load(rope_rows + row * (BYTES // 2) + LATENT // 2 + turn)
-    tl.store(rope + row * ROPE + turn, turned.to(rope.dtype.element_ty))

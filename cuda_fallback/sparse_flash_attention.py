@@ -17,7 +17,7 @@ from cuda_fallback.launch import launch, multiprocessors, unit_stride
 
 LATENT, ROPE, TILE, CAUSAL = 512, 64, 128, 3
 # A program that reads fewer keys than this costs more in merging than it saves.
-KEYS_PER_SPLIT = 256
+KEYS_PER_SPLIT = 128
 
 
 def sparse_flash_attention(
@@ -58,11 +58,12 @@ def attend(
     query, query_rope, block_table, indices = map(unit_stride, (query, query_rope, block_table, indices[:, 0]))
     tokens, heads, _ = query.shape
     count = indices.shape[1]
-    tile = tile_options(query.dtype, heads)
+    packed = cache[0].dtype == torch.int8
+    tile = tile_options(query.dtype, heads, packed)
     head_tiles = triton.cdiv(heads, tile["BLOCK_H"])
-    # Programs for the whole GPU, as far as shares do not become small.
-    wanted = triton.cdiv(2 * multiprocessors(query), max(1, tokens * head_tiles))
-    splits = max(1, min(wanted, count // KEYS_PER_SPLIT))
+    # Programs for the whole GPU, as far as shares do not become small. Of those with 16 heads two share a multiprocessor.
+    slots = multiprocessors(query) * (2 if tile["BLOCK_H"] == 16 else 1)
+    splits = max(1, min(slots // max(1, tokens * head_tiles), count // KEYS_PER_SPLIT))
     share = triton.cdiv(triton.cdiv(count, splits), tile["BLOCK_N"]) * tile["BLOCK_N"]
     splits = triton.cdiv(count, share)
     partial = query.new_empty((splits, *query.shape), dtype=query.dtype if splits == 1 else torch.float32)
@@ -71,7 +72,7 @@ def attend(
         _attend, (head_tiles * tokens, splits), query, query, query_rope, *cache, indices, partial, partial_lse, block_table,
         unit_stride(query_lengths), unit_stride(key_lengths), tokens, len(query_lengths), count, share, query.stride(0),
         query.stride(1), query_rope.stride(0), query_rope.stride(1), indices.stride(0), block_table.stride(0), scale,
-        IS_CAUSAL=sparse_mode == CAUSAL, PACKED=cache[0].dtype == torch.int8, HEADS=heads, D=LATENT, ROPE=ROPE, TILE=TILE,
+        IS_CAUSAL=sparse_mode == CAUSAL, PACKED=packed, HEADS=heads, D=LATENT, ROPE=ROPE, TILE=TILE,
         BLOCK_SIZE=block_size, **tile,
     )  # fmt: skip
     if splits == 1:
@@ -81,12 +82,17 @@ def attend(
     return out, lse
 
 
-def tile_options(dtype: torch.dtype, heads: int) -> dict[str, int]:
-    """Tile sizes and launch options. As in mla_attention.py: 64 heads fill Hopper's matrix instructions."""
+def tile_options(dtype: torch.dtype, heads: int, packed: bool) -> dict[str, int]:
+    """Tile sizes and launch options. As in mla_attention.py, 64 heads fill Hopper's matrix instructions.
+
+    Packed rows become keys in registers, which leaves room for 16 of them where two programs share a multiprocessor, and none
+    at all for 32 heads on 8 warps.
+    """
     if dtype == torch.float32:
         return {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 8, "num_stages": 1}
-    tile = min(64, max(16, triton.next_power_of_2(heads)))
-    return {"BLOCK_H": tile, "BLOCK_N": 32, "num_warps": 4 if tile == 16 else 8, "num_stages": 3}
+    if heads <= 16:
+        return {"BLOCK_H": 16, "BLOCK_N": 16 if packed else 32, "num_warps": 4, "num_stages": 3}
+    return {"BLOCK_H": 32 if heads <= 32 and not packed else 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "count", "share"])
@@ -130,7 +136,6 @@ def _attend(
     Grid: (head tiles of a row side by side, rows; splits): all but the first find the keys in the L2 cache.
     """
     HEAD_TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    BYTES: tl.constexpr = D + 2 * ROPE + 4 * (D // TILE)
     LOG2E: tl.constexpr = 1.4426950408889634
     LN2: tl.constexpr = 0.6931471805599453
     token = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
@@ -150,28 +155,19 @@ def _attend(
     table = block_table + request.to(tl.int64) * stride_table
     indices += token * stride_indices
     low = tl.program_id(1) * share
-    # Nothing is hidden before the last index that is not: they ascend, and -1 comes last.
-    high = tl.minimum(count, low + share)
-    position = tl.load(indices + low + columns, mask=low + columns < high, other=-1)
-    seen = (position >= 0) & (position < limit)
-    slots = _slots(table, position, seen, BLOCK_SIZE)
+    high = _last_seen(indices, low, tl.minimum(count, low + share), limit)
+    seen, slots = _look_up(indices, low + columns, high, limit, table, BLOCK_SIZE)
     for begin in range(low, high, BLOCK_N):
-        # Rows that are not seen hold whatever was there before, NaN too: they are read as 0.
         if PACKED:
-            k = tl.load(latent + slots[:, None] * BYTES + dims[None, :], mask=seen[:, None], other=0)
-            tiles = (slots * (BYTES // 4) + (D + 2 * ROPE) // 4)[:, None] + dims[None, :] // TILE
-            k = (k.to(tl.float32) * tl.load(scales + tiles, mask=seen[:, None], other=0.0)).to(q.dtype)
-            rope_rows = slots * (BYTES // 2) + D // 2
+            k, rope_rows = _unpack(latent, scales, slots, seen, dims, D, ROPE, TILE)
+            k = k.to(q.dtype)
         else:
             k = tl.load(latent + slots[:, None] * D + dims[None, :], mask=seen[:, None], other=0.0)
             rope_rows = slots * ROPE
         k_rope = tl.load(key_rope + rope_rows[:, None] + turns[None, :], mask=seen[:, None], other=0.0).to(q.dtype)
         visible = seen
         # The next tile's rows are looked up while this one is computed: its loads wait for nothing.
-        ahead = begin + BLOCK_N + columns
-        position = tl.load(indices + ahead, mask=ahead < high, other=-1)
-        seen = (position >= 0) & (position < limit)
-        slots = _slots(table, position, seen, BLOCK_SIZE)
+        seen, slots = _look_up(indices, begin + BLOCK_N + columns, high, limit, table, BLOCK_SIZE)
         if BLOCK_H < 64:
             scores = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
             scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
@@ -195,8 +191,9 @@ def _attend(
     place = (tl.program_id(1).to(tl.int64) * tokens + token) * HEADS + head
     tl.store(lse + place, (top + tl.log2(total)) * LN2, mask=live)
     # Merging leaves out a part whose LSE is -inf; alone, it is the result.
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place[:, None] * D + dims[None, :], mixed.to(out.dtype.element_ty), mask=live[:, None])
+    if (low < high) | (tl.num_programs(1) == 1):
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + place[:, None] * D + dims[None, :], mixed.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit
@@ -220,7 +217,47 @@ def _find_limit(
 
 
 @triton.jit
-def _slots(table: tl.tensor, position: tl.tensor, seen: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Rows of the cache at which the keys of one request lie, int64."""
+def _last_seen(indices: tl.tensor, low: tl.tensor, high: tl.tensor, limit: tl.tensor) -> tl.tensor:
+    """The place after the last index in [low, high) that is seen: short contexts fill a part of their list."""
+    SCAN: tl.constexpr = 1024
+    found = low
+    for begin in range(low, high, SCAN):
+        place = begin + tl.arange(0, SCAN)
+        position = tl.load(indices + place, mask=place < high, other=-1)
+        found = tl.maximum(found, tl.max(tl.where((position >= 0) & (position < limit), place + 1, 0)))
+    return found
+
+
+@triton.jit
+def _look_up(
+    indices: tl.tensor, place: tl.tensor, high: tl.tensor, limit: tl.tensor, table: tl.tensor, BLOCK_SIZE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Which of the indices at ``place`` are seen, and the rows of the cache, int64, at which their keys lie.
+
+    What lies at the others may be NaN: with this mask it is read as 0.
+    """
+    position = tl.load(indices + place, mask=place < high, other=-1)
+    seen = (position >= 0) & (position < limit)
     blocks = tl.load(table + position // BLOCK_SIZE, mask=seen, other=0)
-    return blocks.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    return seen, blocks.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+@triton.jit
+def _unpack(
+    rows: tl.tensor,
+    scales: tl.tensor,
+    slots: tl.tensor,
+    seen: tl.tensor,
+    dims: tl.tensor,
+    D: tl.constexpr,
+    ROPE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Latent rows of packed ones in fp32, and where the rope elements of each lie, in elements of 16 bits."""
+    TILES: tl.constexpr = D // TILE
+    BYTES: tl.constexpr = D + 2 * ROPE + 4 * TILES
+    k = tl.load(rows + slots[:, None] * BYTES + dims[None, :], mask=seen[:, None], other=0)
+    places = (slots * (BYTES // 4) + (D + 2 * ROPE) // 4)[:, None] + tl.arange(0, TILES)[None, :]
+    steps = tl.load(scales + places, mask=seen[:, None], other=0.0)
+    k = tl.reshape(k, (k.shape[0], TILES, TILE)).to(tl.float32) * steps[:, :, None]
+    return tl.reshape(k, (k.shape[0], D)), slots * (BYTES // 2) + D // 2

@@ -42,11 +42,11 @@ def pack_sparse_kv(latent: Tensor, rope: Tensor) -> Tensor:
     require(rope.shape == (latent.shape[0], ROPE_DIM) and rope.dtype == latent.dtype, PACK,
             f"a rope [{latent.shape[0]}, {ROPE_DIM}] in {latent.dtype}", f"{rope.dtype} {tuple(rope.shape)}",
             "Pass the rotated rows of the same tokens.")  # fmt: skip
-    return _pack.op(latent, rope)  # type: ignore[no-any-return]
+    return _contract.op(latent, rope)  # type: ignore[no-any-return]
 
 
 def unpack_sparse_kv(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Latent rows ``int8 * scale``, and rope rows, of what ``pack_sparse_kv`` made. torch_npu has no op for it.
+    """Latent rows ``int8 * scale``, and rope rows, of what ``pack_sparse_kv`` made: plain PyTorch on every device.
 
     Args:
         rows: int8 [..., 656]; any strides.
@@ -61,7 +61,7 @@ def unpack_sparse_kv(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     require(rows.dim() >= 1 and rows.shape[-1] == WIDTH and rows.dtype == torch.int8, UNPACK, f"int8 rows [..., {WIDTH}]",
             f"{rows.dtype} {tuple(rows.shape)}", "Pass rows, or the cache, of packed keys.")  # fmt: skip
     require(dtype in ELEMENTWISE, UNPACK, "a dtype of bf16, fp16 or fp32", dtype, "Pass that of the query.")
-    return _unpack.op(rows, dtype)  # type: ignore[no-any-return]
+    return reference.unpack_sparse_kv(rows, dtype)
 
 
 def _rows(tokens: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def _rows(tokens: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[
 _SIZES = {"none": 0, "one": 1, "odd": 37, "many": 130}
 
 
-def _pack_cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
+def _cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
     generator = torch.Generator().manual_seed(seed)
     for name, tokens in _SIZES.items():
         latent, rope = _rows(tokens, dtype, generator)
@@ -84,41 +84,16 @@ def _pack_cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
         yield OpCase(name, (latent.to(device), rope.to(device)))
 
 
-def _unpack_cases(device: str, dtype: torch.dtype, seed: int) -> Iterator[OpCase]:
-    generator = torch.Generator().manual_seed(seed)
-    for name, tokens in _SIZES.items():
-        rows = reference.pack_sparse_kv(*_rows(tokens, dtype, generator)).to(device)
-        yield OpCase(name, (rows[::2] if name == "many" else rows, dtype))
-    yield OpCase("cache", (rows[:64].view(4, 16, 1, WIDTH), dtype))
-
-
-def _fake_unpack(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    shapes = [(*rows.shape[:-1], width) for width in (LATENT_DIM, ROPE_DIM)]
-    latent, rope = (torch.empty(shape, dtype=dtype, device=rows.device) for shape in shapes)
-    return latent, rope
-
-
-_pack = register(
+_contract = register(
     OpContract(
         name=PACK,
         stem=PACK,
         schema="(Tensor latent, Tensor rope) -> Tensor",
         reference=reference.pack_sparse_kv,
         fake=lambda latent, rope: torch.empty((latent.shape[0], WIDTH), dtype=torch.int8, device=latent.device),
-        cases=_pack_cases,
+        cases=_cases,
         tolerance=EXACT,
         # The rope bytes are those of the dtype, which the comparison with a call in fp32 does not have: see the test by bytes.
         defined=lambda args, results: [results[0][:, :LATENT_DIM], results[0][:, LATENT_DIM + 2 * ROPE_DIM :]],
-    )
-)
-_unpack = register(
-    OpContract(
-        name=UNPACK,
-        stem=PACK,
-        schema="(Tensor rows, ScalarType dtype) -> (Tensor, Tensor)",
-        reference=reference.unpack_sparse_kv,
-        fake=_fake_unpack,
-        cases=_unpack_cases,
-        tolerance=ELEMENTWISE,
     )
 )

@@ -168,7 +168,7 @@ def build_sparse_case(
     table = torch.zeros(len(batch), max(counts) + 1 + math.ceil(8 / block_size), dtype=torch.int32)
     caches = [torch.full((sum(counts) + 1, block_size, 1, width), math.nan, dtype=dtype) for width in (LATENT_DIM, ROPE_DIM)]
     ids = torch.randperm(sum(counts), generator=generator) + 1
-    for row, blocks in enumerate(ids.split(counts)):
+    for row, blocks in enumerate(torch.split(ids, counts)):
         table[row, : len(blocks)] = blocks
         for cache in caches:
             rows = cache[blocks].flatten(0, 1)

@@ -53,7 +53,7 @@ def kv_quant_sparse_flash_attention(
         named = slots(sparse_indices[:, 0], owners, block_table, key_value.shape[1])
         return _attend_unpacked(query, key_value.flatten(0, 2), named, hidden[:, 0], scale_value)
     outs = []
-    for part in query.split(MAX_HEADS, 1):
+    for part in torch.split(query, MAX_HEADS, 1):
         count = part.shape[1]
         padding = (0, 0, 0, (1 << (count - 1).bit_length()) - count)  # up to the next power of two
         out = torch_npu.npu_kv_quant_sparse_flash_attention(
@@ -90,7 +90,7 @@ def _attend_unpacked(query: Tensor, rows: Tensor, named: Tensor, hidden: Tensor,
     named = named.clamp(0, rows.shape[0] - 1)
     index = torch.arange(count, dtype=torch.int32, device=query.device).masked_fill(hidden, -1)[:, None]
     parts = []
-    for part, part_named, part_index in zip(*(x.split(step) for x in (query, named, index)), strict=True):
+    for part, part_named, part_index in zip(*(torch.split(x, step) for x in (query, named, index)), strict=True):
         latent, rope = unpack_sparse_kv(take(rows, part_named)[:, :, None], query.dtype)
         each = torch.arange(part.shape[0] + 1, dtype=torch.int32, device=query.device)
         nope, query_rope = part.tensor_split((LATENT,), -1)

@@ -61,7 +61,7 @@ def sparse_flash_attention(
         ends = [torch.tensor([x.shape[0]], dtype=torch.int32, device=x.device) for x in (query, key)]
         lengths = {"actual_seq_lengths_query": ends[0], "actual_seq_lengths_kv": ends[1]}
     outs, lses = [], []
-    for part, part_rope in zip(query.split(MAX_HEADS, 1), query_rope.split(MAX_HEADS, 1), strict=True):
+    for part, part_rope in zip(*(torch.split(x, MAX_HEADS, 1) for x in (query, query_rope)), strict=True):
         count = part.shape[1]
         padding = (0, 0, 0, (1 << (count - 1).bit_length()) - count)  # up to the next power of two
         out, top, total = torch_npu.npu_sparse_flash_attention(

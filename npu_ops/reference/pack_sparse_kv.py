@@ -12,9 +12,14 @@ SMALLEST_SCALE = 1e-30
 
 def pack_sparse_kv(latent: Tensor, rope: Tensor) -> Tensor:
     """See npu_ops.pack_sparse_kv.pack_sparse_kv."""
-    tiles = latent.float().unflatten(-1, (-1, TILE))
+    tiles = in_tiles(latent)
     scales = (tiles.abs().amax(-1) / 127.0).clamp(min=SMALLEST_SCALE)
     return join((tiles / scales[..., None]).round().to(torch.int8).flatten(-2), rope, scales)
+
+
+def in_tiles(x: Tensor) -> Tensor:
+    """[..., 512] as [..., 4, 128] in fp32."""
+    return x.float().view(*x.shape[:-1], x.shape[-1] // TILE, TILE)
 
 
 def join(quantised: Tensor, rope: Tensor, scales: Tensor) -> Tensor:
@@ -27,6 +32,7 @@ def unpack_sparse_kv(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See npu_ops.pack_sparse_kv.unpack_sparse_kv."""
     stored = torch.bfloat16 if dtype == torch.float32 else dtype
     quantised, rope, scales = rows.tensor_split((LATENT, LATENT + 2 * ROPE), -1)
-    tiles = quantised.float().unflatten(-1, (-1, TILE))
-    latent = (tiles * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)[..., None]).flatten(-2)
+    latent = (in_tiles(quantised) * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)[..., None]).flatten(
+        -2
+    )
     return latent.to(dtype), rope.clone(memory_format=torch.contiguous_format).view(stored).to(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from npu_ops.reference import kv_quant_sparse_flash_attention as quantised
 from npu_ops.reference import sparse_flash_attention as reference
+from npu_ops.reference.pack_sparse_kv import in_tiles
 from npu_ops.virtual_npu.rules import rule, scattered, unless
 from npu_ops.virtual_npu.rules import values as numbers
 from npu_ops.virtual_npu.values import refuse, value
@@ -78,7 +79,9 @@ def npu_sparse_flash_attention(
         return out, torch.empty(0), torch.empty(0)
     # With pages torch_npu takes the block size for the number of key heads.
     shape = (heads, len(query), query.shape[1] // heads)
-    return out, *(x.view(shape) if layout_kv == "TND" else torch.full(shape, math.nan) for x in (top, total))
+    if layout_kv != "TND":
+        return out, torch.full(shape, math.nan), torch.full(shape, math.nan)
+    return out, top.view(shape), total.view(shape)
 
 
 @value(f"npu::{QSFA}")
@@ -124,7 +127,7 @@ def npu_dynamic_block_quant(
 ) -> tuple[Tensor, Tensor]:
     """int8 of tiles of 1 x 128, and their scales in fp32."""
     refuse(QUANT, dst_type_max=dst_type_max)
-    tiles = x.float().unflatten(-1, (-1, TILE))
+    tiles = in_tiles(x)
     scales = (tiles.abs().amax(-1) / 127.0).clamp(min=min_scale)
     return (tiles / scales[..., None]).round().to(torch.int8).flatten(-2), scales
 

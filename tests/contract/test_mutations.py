@@ -81,6 +81,7 @@ def scattered(x: Tensor) -> Tensor:
 
 ATTENTION, CASE = "fused_infer_attention", "mixed-b128"
 LATENT = "latent-rows-h3b16-mask3"
+SPARSE, PACKED = "sparse_flash_attention", "kv_quant_sparse_flash_attention"
 MUTATIONS = [
     # The five that the project promises.
     Mutation("query and key swapped", ATTENTION, CASE, swap("query", "key"), "a+b+d"),
@@ -141,6 +142,23 @@ MUTATIONS = [
     Mutation("one slot twice", "kv_rmsnorm_rope_cache", "odd", put("index", lambda x: x.where(x < x.max(), x[0])), "a+d"),
     Mutation("angles of half width", "interleave_rope", "odd", put("cos", lambda x: x[..., :32]), "a+d"),
     Mutation("angles by head", "interleave_rope", "odd", put("sin", lambda x: x.expand(-1, 3, -1, -1)), "a+d"),
+    Mutation("rope and latent parts swapped", SPARSE, "wide", swap("query", "query_rope"), "a+b+d"),
+    Mutation("rope and latent caches swapped", SPARSE, "wide", swap("key", "key_rope"), "a+d"),
+    Mutation("other mask", SPARSE, "wide", put("sparse_mode", lambda x: 3), "a"),
+    Mutation("default attention mode", SPARSE, "wide", without("attention_mode"), "a+d"),
+    Mutation("lengths swapped", SPARSE, "wide", swap("actual_seq_lengths_query", "actual_seq_lengths_kv"), "a+d"),
+    Mutation("int64 indices", SPARSE, "wide", put("sparse_indices", Tensor.long), "a+d"),
+    Mutation("-1 before others", SPARSE, "wide", put("sparse_indices", lambda x: x.flip(-1)), "a+d"),
+    Mutation("scale forgotten", SPARSE, "wide", put("scale_value", lambda x: 1.0), "a"),
+    Mutation("maximum and sum of pages", SPARSE, "wide", put("return_softmax_lse", lambda x: True), "a+b+d"),
+    Mutation("heads not padded", SPARSE, "holes", put("query", lambda x: x[:, :3].contiguous()), "a+b+d"),
+    Mutation("other tiles", PACKED, "odd", put("tile_size", lambda x: 64), "a+d"),
+    Mutation("scales elsewhere", PACKED, "odd", put("quant_scale_repo_mode", lambda x: 0), "a+d"),
+    Mutation("bytes without a sign", PACKED, "odd", put("key", lambda x: x.view(torch.uint8)), "a+d"),
+    Mutation("no rope dims", PACKED, "odd", put("rope_head_dim", lambda x: 0), "a+b+d"),
+    Mutation("blocks of rows", "pack_sparse_kv", "odd", put("row_block_size", lambda x: 128), "a+b+d"),
+    Mutation("fp8", "pack_sparse_kv", "odd", put("dst_type", lambda x: 24), "a+b+d"),
+    Mutation("no smallest scale", "pack_sparse_kv", "odd", without("min_scale"), "a"),
     Mutation("heads first", "transpose_batchmatmul", "values", put("perm_x1", lambda x: [0, 1, 2]), "a+b+d"),
     Mutation("weight as stored", "transpose_batchmatmul", "values", put("perm_x2", lambda x: [0, 2, 1]), "a+b+d"),
     Mutation("order forgotten", "transpose_batchmatmul", "values", without("perm_y"), "a+d"),

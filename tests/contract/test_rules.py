@@ -169,6 +169,17 @@ LATEST = {"actual_seq_lengths_query": torch.tensor([2, 5], dtype=torch.int32), "
 NARROW = (*(x.to(torch.int8) for x in SCORED[:2]), SCORED[2].half(), SCORED[2].half(), empty(6, 16, 1, dtype=torch.float16), 0, 0)
 FP8 = (*(x.to(torch.float8_e4m3fn) for x in SCORED[:2]), SCORED[2], *(x.float() for x in NARROW[3:5]), 0, 0)
 PLACES = torch.tensor([[5], [0], [5]])
+LATENTS = empty(6, 16, 1, 512)
+NAMED = torch.tensor([[0, 4, -1], [-1, -1, -1], [7, 8, 9]], dtype=torch.int32)[:, None]
+SFA = (empty(3, 8, 512), LATENTS, LATENTS, NAMED, 0.1)
+SPARSE: dict[str, Any] = {
+    "block_table": empty(2, 3, dtype=torch.int32), "actual_seq_lengths_query": torch.tensor([1, 3], dtype=torch.int32),
+    "actual_seq_lengths_kv": torch.tensor([40, 0], dtype=torch.int32), "layout_query": "TND", "layout_kv": "PA_BSND",
+    "attention_mode": 2,
+}  # fmt: skip
+ROPES = {**SPARSE, "query_rope": empty(3, 8, 64), "key_rope": empty(6, 16, 1, 64)}
+BYTES = empty(6, 16, 1, 656, dtype=torch.int8)
+QSFA = (empty(3, 8, 576), BYTES, BYTES, NAMED, 0.1, 2, 2)
 OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_attention_update", None, ([FP32], [FLAT], 1), {}),
     ("npu_attention_update", "update_type 0 or 1", ([FP32], [FLAT], 7), {}),
@@ -270,6 +281,34 @@ OTHERS: list[tuple[str, str | None, tuple[Any, ...], dict[str, Any]]] = [
     ("npu_quant_lightning_indexer", "at most 64 heads", (*NARROW[:6], 1), LATEST),
     ("npu_quant_lightning_indexer", "at most 64 heads", (*NARROW[:4], empty(6, 16, dtype=torch.float16), 0, 0), LATEST),
     ("npu_quant_lightning_indexer", "1 to 2048 for rows in 8 bits", NARROW, {**LATEST, "sparse_count": 3072}),
+    ("npu_sparse_flash_attention", None, SFA, ROPES),
+    ("npu_sparse_flash_attention", "contiguous tensors, but", (empty(3, 512, 8).transpose(1, 2), *SFA[1:]), ROPES),
+    ("npu_sparse_flash_attention", "a query [T, N, 512] with", SFA, SPARSE),
+    ("npu_sparse_flash_attention", "one latent key head of 512", (SFA[0], LATENTS, empty(6, 16, 1, 64), *SFA[3:]), ROPES),
+    ("npu_sparse_flash_attention", "one latent key head of 512", SFA, {**ROPES, "key_rope": LATENTS}),
+    ("npu_sparse_flash_attention", "int32 sparse_indices [T, 1, K]", (*SFA[:3], NAMED.long(), 0.1), ROPES),
+    ("npu_sparse_flash_attention", "its -1 at the end", (*SFA[:3], NAMED.flip(2), 0.1), ROPES),
+    ("npu_sparse_flash_attention", "int32 lengths on the device", SFA, {
+        **ROPES, "actual_seq_lengths_query": torch.tensor([3, 1], dtype=torch.int32)}),
+    ("npu_sparse_flash_attention", "int32 lengths on the device", SFA, {**ROPES, "actual_seq_lengths_kv": None}),
+    ("npu_sparse_flash_attention", "an int32 block_table [B, blocks]", SFA, {**ROPES, "block_table": TABLE}),
+    ("npu_sparse_flash_attention", "an int32 block_table [B, blocks]", SFA, {**ROPES, "block_table": None}),
+    ("npu_sparse_flash_attention", "layouts TND with PA_BSND or TND", SFA, {**ROPES, "attention_mode": 0}),
+    ("npu_sparse_flash_attention", "layouts TND with PA_BSND or TND", SFA, {**ROPES, "sparse_mode": 4}),
+    ("npu_sparse_flash_attention", "a power of two, at most 128", (empty(3, 6, 512), *SFA[1:]),
+     {**ROPES, "query_rope": empty(3, 6, 64)}),
+    ("npu_sparse_flash_attention", "packed keys where the maximum", SFA, {**ROPES, "return_softmax_lse": True}),
+    ("npu_sparse_flash_attention", "no empty tensor", (SFA[0], *(empty(0, 16, 1, 512),) * 2, *SFA[3:]),
+     {**ROPES, "key_rope": empty(0, 16, 1, 64)}),
+    ("npu_kv_quant_sparse_flash_attention", None, QSFA, SPARSE),
+    ("npu_kv_quant_sparse_flash_attention", "in bf16 over int8 rows", (QSFA[0].half(), *QSFA[1:]), SPARSE),
+    ("npu_kv_quant_sparse_flash_attention", "in bf16 over int8 rows", (QSFA[0], BYTES, LATENTS, *QSFA[3:]), SPARSE),
+    ("npu_kv_quant_sparse_flash_attention", "scales of tiles (2)", (*QSFA[:6], 0), SPARSE),
+    ("npu_kv_quant_sparse_flash_attention", "scales of tiles (2)", QSFA, {**SPARSE, "tile_size": 64}),
+    ("npu_kv_quant_sparse_flash_attention", "a power of two, at most 128", (empty(3, 12, 576), *QSFA[1:]), SPARSE),
+    ("npu_dynamic_block_quant", None, (empty(5, 512),), {}),
+    ("npu_dynamic_block_quant", "blocks of 1 x 128", (empty(5, 512, dtype=torch.float32),), {}),
+    ("npu_dynamic_block_quant", "blocks of 1 x 128", (empty(5, 512),), {"row_block_size": 128}),
     ("npu_transpose_batchmatmul", None, (empty(5, 2, 64), empty(2, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "agree in batch", (empty(5, 2, 64), empty(3, 64, 32)), ORDERS),
     ("npu_transpose_batchmatmul", "perm_x2 of", (empty(5, 2, 64), empty(2, 64, 32)), {**ORDERS, "perm_x2": [0, 2, 1]}),

@@ -35,6 +35,8 @@ DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
 PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}
 
+SPARSE = ("sparse_flash_attention", "kv_quant_sparse_flash_attention")
+
 
 def split_cases(dtype: torch.dtype) -> Iterator[OpCase]:
     """Few rows over many keys, so that the keys are divided: sinks, a window, a request without keys, padding rows."""
@@ -177,6 +179,17 @@ def far_single(contract: OpContract) -> str:
     return "" if torch.equal(*pair) else "another result past 2**31 elements"
 
 
+def far_sparse_difference(contract: OpContract, case: OpCase) -> str:
+    """The same for attention over named keys, whose rope cache is a keyword, if it has one."""
+    op = contract.provider("CUDA")
+    query, cache, indices = case.args
+    blocks = 2**31 // cache[0].numel() + 1
+    kwargs = case.kwargs | {name: far(x, blocks) for name, x in case.kwargs.items() if name == "key_rope"}
+    moved = op(query, far(cache, blocks), indices, **kwargs | {"block_table": kwargs["block_table"] + blocks})
+    same = all(map(torch.equal, op(*case.args, **case.kwargs), moved))
+    return "" if same else "another result past 2**31 elements"
+
+
 def main() -> None:
     """Run every case of the op named on the command line."""
     contract = all_contracts()[sys.argv[1]]
@@ -185,6 +198,9 @@ def main() -> None:
             name = f"{case.name}-{str(dtype).removeprefix('torch.')}"
             problem = difference(contract.provider("CUDA"), contract, case, dtype)
             print(json.dumps({"case": name, "problem": problem}), flush=True)
+    if contract.name in SPARSE:
+        case = next(contract.cases("cpu", torch.float32, 0))
+        print(json.dumps({"case": f"far-{case.name}", "problem": far_sparse_difference(contract, case)}), flush=True)
     if contract.name in PAGED:
         for case in far_cases(contract):
             print(json.dumps({"case": f"far-{case.name}", "problem": far_difference(contract, case)}), flush=True)

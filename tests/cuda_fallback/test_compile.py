@@ -162,9 +162,7 @@ SPARSE = {
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_attention(
-    name: str, form: str, launches: list[Launch], record_property: Callable[[str, object], None]
-) -> None:
+def test_sparse_attention(name: str, form: str, launches: list[Launch], record_property: Callable[[str, object], None]) -> None:
     heads, rows, dtype = SPARSE[name]
     dtype = torch.bfloat16 if form == "packed" and dtype == torch.float16 else dtype
     case = build_sparse_case(name, [(rows, 2048)], heads, 2048, 128, {}, "cpu", dtype, 0)
