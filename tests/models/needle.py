@@ -112,7 +112,7 @@ def write_needle(
         vocabulary: 320 to 4,096 tokens.
         topk: tokens that the indexer chooses; 2,048 in V3.2.
         hidden: width of the residual stream, at least 193.
-        max_positions: at most 1,048,576 have been tried.
+        max_positions: tested up to 1,048,576; one of them is the answer's.
     """
     common = {
         "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 64, "num_hidden_layers": 2,
