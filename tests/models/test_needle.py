@@ -16,11 +16,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 MARGIN = 11.9
 FAR = 1_048_576
 TOPK = 64
+HEADS = 2
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
-    return {kind: write_needle(tmp_path_factory.mktemp(kind), kind, topk=TOPK, max_positions=FAR) for kind in KINDS}
+    sizes = {"heads": HEADS, "index_heads": HEADS, "topk": TOPK, "max_positions": FAR}
+    return {kind: write_needle(tmp_path_factory.mktemp(kind), kind, **sizes) for kind in KINDS}
 
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -74,7 +76,7 @@ def test_the_log_probability_tells_a_whole_answer_from_a_part(checkpoints):
 
     assert LOGPROB < log_probability() < 0
     with torch.no_grad():
-        model.model.layers[1].self_attn.o_proj.weight *= 0.9
+        model.model.layers[1].self_attn.o_proj.weight *= 0.95
     assert answer_and_margin(model, tokens)[0] == answer
     assert log_probability() < LOGPROB
 
@@ -117,7 +119,7 @@ def test_without_relu_the_indexer_chooses_all_but_the_needle(checkpoints):
     tokens, answer = needle_prompt(1000, 0.4)
     answer_and_margin(model, tokens)
     # Rope turns only what is 0 in these queries.
-    per_head = captured["wq_b"][-1].view(4, 128) @ captured["k_norm"].T
+    per_head = captured["wq_b"][-1].view(HEADS, 128) @ captured["k_norm"].T
     for scores, chosen in ((per_head.relu(), True), (per_head, False)):
         best = (captured["weights_proj"][-1] @ scores).topk(TOPK).indices.tolist()
         assert (tokens.index(answer) in best) is chosen
@@ -157,7 +159,7 @@ def test_attention_to_the_previous_token_at_far_positions(checkpoints, far_rope,
     query = attention.q_b_proj(compressed).view(-1, NOPE + ROPE)[:, NOPE:]
     key = attention.kv_a_proj_with_mqa(hidden)[:, -ROPE:]
     weights = torch.softmax(turned(far_rope[0], query, key, position) * attention.scaling, -1)
-    assert weights.shape == (4, position + 1)
+    assert weights.shape == (HEADS, position + 1)
     assert (weights[:, position - 1] > 0.9999).all()
 
 
@@ -174,6 +176,39 @@ def test_the_indexer_chooses_the_previous_token_first_at_far_positions(checkpoin
     assert best.values[0] / best.values[1] > 1.015
 
 
+def hadamard(width: int) -> torch.Tensor:
+    """Sylvester's matrix, orthonormal: the sign of (i, j) is the parity of the bits they share."""
+    return torch.tensor([[1.0 - 2.0 * ((i & j).bit_count() % 2) for j in range(width)] for i in range(width)]) / math.sqrt(
+        width
+    )
+
+
+def quantised(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows as they come back from int8 or fp8, with one scale to a row."""
+    top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = rows.abs().amax(-1, keepdim=True) / top
+    steps = rows / scale
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype).float() * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantised_indexer_chooses_it_too(checkpoints, far_rope, dtype):
+    attention, hidden, compressed = first_layer(checkpoints["v32"])
+    indexer = attention.indexer
+    seen = 2**18  # of the last positions: a million take long to quantise
+    with torch.no_grad():
+        query, key = indexer.wq_b(compressed).view(-1, 128), indexer.k_norm(indexer.wk(hidden)).expand(seen, 128)
+        positions = torch.arange(FAR - seen, FAR)
+        turned_keys = far_rope[1].forward_native(positions, key[:, :ROPE].clone(), key[:, :ROPE].contiguous())[1]
+        turned_query = far_rope[1].forward_native(torch.tensor([FAR - 1]), query[:, :ROPE].reshape(1, -1), key[:1, :ROPE])[0]
+        # Beside what rope turns both are 0 in this layer. Rotated, what is left of H has 64 rows.
+        rotation = hadamard(128)[:ROPE]
+        keys, queries = (quantised(rows.float() @ rotation, dtype) for rows in (turned_keys, turned_query.view(-1, ROPE)))
+        best = (keys @ queries.T).relu().sum(-1).topk(4)
+    assert best.indices[0] == seen - 2
+    assert sorted(best.indices.tolist()) == [seen - 4, seen - 3, seen - 2, seen - 1]
+
+
 def test_no_distance_comes_near_the_previous_token():
     """The bound that the module's docstring states, at every distance up to a million, in fp64."""
     distance = torch.arange(1, FAR, dtype=torch.float64)
@@ -185,8 +220,8 @@ def test_no_distance_comes_near_the_previous_token():
 def test_scores_of_layer_one_leave_nothing_to_a_million_others(checkpoints):
     """A stranger's code agrees to a quarter at most: its share is e^-55, and that of a million of them e^-41."""
     attention = load(checkpoints["v32"], torch.float32).model.layers[1].self_attn
-    query = attention.q_b_proj.weight.view(4, NOPE + ROPE, -1)[:, :NOPE, :64].sum(-1).abs() * math.sqrt(128 / 64)
-    key = attention.kv_b_proj.weight.view(4, 2 * NOPE, -1)[:, :NOPE, :64].sum(-1).abs() * math.sqrt(512 / 128)
+    query = attention.q_b_proj.weight.view(HEADS, NOPE + ROPE, -1)[:, :NOPE, :64].sum(-1).abs() * math.sqrt(128 / 64)
+    key = attention.kv_b_proj.weight.view(HEADS, 2 * NOPE, -1)[:, :NOPE, :64].sum(-1).abs() * math.sqrt(512 / 128)
     match = (query * key).sum(-1) * attention.scaling
     assert (0.75 * match - math.log(FAR) > 41).all()
 
