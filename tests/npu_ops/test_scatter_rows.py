@@ -57,7 +57,9 @@ def test_bad_calls_say_what_to_do(device: str) -> None:
     slots = torch.arange(3, device=device)
     with pytest.raises(ContractError, match=r"an int64 slot_mapping \[3\] is required, got torch\.int32 \(3,\)\. Pass one"):
         scatter_rows(rows, slots.int(), cache)
-    with pytest.raises(ContractError, match=r"a contiguous cache \[blocks, block_size, 1, W\] is required, got \(16, 4, 1, 64\)"):
+    with pytest.raises(
+        ContractError, match=r"a contiguous cache \[blocks, block_size, 1, W\] is required, got \(16, 4, 1, 64\)"
+    ):
         scatter_rows(rows, slots, cache.transpose(0, 1))
     with pytest.raises(ContractError, match=r"rows \[T, 64\] of torch\.float32 is required, got \(3, 64\) of torch\.float16"):
         scatter_rows(rows.half(), slots, cache)
