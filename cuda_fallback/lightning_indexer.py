@@ -64,7 +64,7 @@ def top_positions(
     query_scale = None if query_scale is None else unit_stride(query_scale)
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))
     padded = triton.next_power_of_2(heads)
-    # Two programs share a multiprocessor: one multiplies while the other sums, hence no deeper pipeline than two stages. Without
+    # Two programs share a multiprocessor, so that one multiplies while the other sums: hence no more than two stages. Without
     # matrix units for fp32, a product has to fit the registers.
     keys, columns, warps = (KEYS, COLUMNS, 4) if query.element_size() < 4 else (32, 64, 8)
     step = min(ROWS, max(1, columns // padded))

@@ -52,7 +52,8 @@ def lightning_indexer(
             anything.
         sparse_count: positions to choose: 1 to 2048, or 3072 to 8192 in steps of 1024.
         max_seq_len: no request has more keys.
-        logits_bytes: no buffer of scores is larger; it holds at least one row of max(max_seq_len, 8192) scores.
+        logits_bytes: no buffer of scores is larger; it holds at least one row of max(max_seq_len, 8192) scores. On Ascend
+            CANN scores in a workspace of its own.
 
     Returns:
         Positions within the request, int32 [T, 1, sparse_count], ascending; -1 after the last, and throughout a padding row.

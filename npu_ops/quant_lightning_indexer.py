@@ -12,11 +12,19 @@ from torch import Tensor
 
 from npu_ops.contract import EXACT, OpCase, OpContract, register, require
 from npu_ops.lightning_indexer import (
-    DIM, LARGE_COUNTS, LOGITS_BYTES, MAX_HEADS, SHAPES, build_case, fake, validate_counts, validate_tensors,
-)  # fmt: skip
+    DIM,
+    LARGE_COUNTS,
+    MAX_HEADS,
+    SHAPES,
+    build_case,
+    fake,
+    validate_counts,
+    validate_tensors,
+)
 from npu_ops.reference import quant_lightning_indexer as reference
 
 OP = "quant_lightning_indexer"
+LOGITS_BYTES = 536870912
 # What a row's scale is kept in.
 SCALES = {torch.int8: torch.float16, torch.float8_e4m3fn: torch.float32}
 

@@ -24,8 +24,8 @@ def hadamard_rotation(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, 1, x.shape[-1]).contiguous()
     matrix = _matrix(x.shape[-1], x.dtype, x.device)
-    out = torch_npu.npu_transpose_batchmatmul(rows, matrix, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
-    return (out * 0.5**0.5).view(x.shape)
+    out: Tensor = torch_npu.npu_transpose_batchmatmul(rows, matrix, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
+    return out.mul(0.5**0.5).view(x.shape)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from torch import Tensor
 def hadamard_rotation(x: Tensor) -> Tensor:
     """See npu_ops.hadamard_rotation.hadamard_rotation."""
     width = x.shape[-1]
-    return (x.float() @ sylvester(width, x.device) * width**-0.5).to(x.dtype)
+    return torch.matmul(x.float(), sylvester(width, x.device)).mul(width**-0.5).to(x.dtype)
 
 
 def sylvester(width: int, device: torch.device) -> Tensor:

@@ -83,7 +83,7 @@ def _select(
     ends, lens, table = lengths
     if (layout_query, layout_key, sparse_mode) != ("TND", "PA_BSND", 3) or (pre_tokens, next_tokens) != (UNLIMITED,) * 2:
         raise NotImplementedError(f"{op}: the virtual NPU knows TND queries, PA_BSND keys and sparse_mode 3 without a window")
-    assert ends is not None and lens is not None and table is not None  # noqa: PT018 - the rules have seen to it
+    assert ends is not None and lens is not None and table is not None
     indices = top_positions(query, key, weights, scale, ends, lens, table, sparse_count, 2**29).flip(-1)
     indices[int(ends[-1]) :] = RUBBISH
     return indices
@@ -151,8 +151,10 @@ def _quant_count(c: Any) -> object:
     return unless(1 <= c.sparse_count <= 2048, c.sparse_count)
 
 
-@rule("query and key in int8, with weights and scales in fp16 (A3), or in float8_e4m3fn, with weights in fp16 or bf16 and scales "
-      "in fp16 or fp32 (950)", QUANT_DOC, QUANT)  # fmt: skip
+@rule(
+    "query and key in int8, with weights and scales in fp16 (A3), or in float8_e4m3fn, with weights in fp16 or bf16 and"
+    " scales in fp16 or fp32 (950)", QUANT_DOC, QUANT,
+)  # fmt: skip
 def _quant_types(c: Any) -> object:
     scales = (c.query_dequant_scale, c.key_dequant_scale)
     floats = c.query.dtype == torch.float8_e4m3fn
@@ -166,7 +168,9 @@ def _quant_types(c: Any) -> object:
 def _quant_shapes(c: Any) -> object:
     right = c.query.shape[-2] <= 64 and c.query_dequant_scale.shape == c.query.shape[:-1]
     right = right and c.key_dequant_scale.shape == c.key.shape[:-1] and (c.query_quant_mode, c.key_quant_mode) == (0, 0)
-    return unless(right, [*_described(c.query, c.query_dequant_scale, c.key_dequant_scale), c.query_quant_mode, c.key_quant_mode])
+    return unless(
+        right, [*_described(c.query, c.query_dequant_scale, c.key_dequant_scale), c.query_quant_mode, c.key_quant_mode]
+    )
 
 
 @rule("sparse_mode 0 or 3", BOTH_DOC, *BOTH)

@@ -159,6 +159,23 @@ MUTATIONS = [
     Mutation("blocks of rows", "pack_sparse_kv", "odd", put("row_block_size", lambda x: 128), "a+b+d"),
     Mutation("fp8", "pack_sparse_kv", "odd", put("dst_type", lambda x: 24), "a+b+d"),
     Mutation("no smallest scale", "pack_sparse_kv", "odd", without("min_scale"), "a"),
+    Mutation(
+        "lengths of the indexer swapped",
+        "lightning_indexer",
+        "decode",
+        swap("actual_seq_lengths_query", "actual_seq_lengths_key"),
+        "a+d",
+    ),
+    Mutation("keys for weights", "lightning_indexer", "decode", swap("key", "weights"), "a+b"),
+    Mutation("layout of the keys left out", "lightning_indexer", "decode", without("layout_key"), "a+d"),
+    Mutation("top-k of the document", "lightning_indexer", "decode", without("sparse_count"), "a+b"),
+    Mutation("weights in fp32", "lightning_indexer", "odd", put("weights", Tensor.float), "a+d"),
+    Mutation(
+        "scales swapped", "quant_lightning_indexer", "decode-int8", swap("query_dequant_scale", "key_dequant_scale"), "a+d"
+    ),
+    Mutation("bf16 weights beside int8", "quant_lightning_indexer", "decode-int8", put("weights", Tensor.bfloat16), "a+d"),
+    Mutation("a row of -1", "scatter_rows", "odd", put("indices", lambda x: x.where(x < x.max(), -1)), "d"),
+    Mutation("rows and slots swapped", "scatter_rows", "odd", swap("indices", "updates"), "a+d"),
     Mutation("heads first", "transpose_batchmatmul", "values", put("perm_x1", lambda x: [0, 1, 2]), "a+b+d"),
     Mutation("weight as stored", "transpose_batchmatmul", "values", put("perm_x2", lambda x: [0, 2, 1]), "a+b+d"),
     Mutation("order forgotten", "transpose_batchmatmul", "values", without("perm_y"), "a+d"),

@@ -164,9 +164,22 @@ KV = (empty(1, 1, 3, 576), empty(512), empty(1, 1, 3, 64), empty(1, 1, 3, 64), t
 PAGED = {"cache_mode": "PA_BNSD", "is_output_kv": True}
 ORDERS = {"perm_x1": [1, 0, 2], "perm_x2": [0, 1, 2], "perm_y": [1, 0, 2]}
 SCORED = (empty(5, 4, 128), empty(6, 16, 1, 128), empty(5, 4))
-LATEST = {"actual_seq_lengths_query": torch.tensor([2, 5], dtype=torch.int32), "layout_query": "TND", "layout_key": "PA_BSND",
-          "actual_seq_lengths_key": torch.tensor([30, 9], dtype=torch.int32), "block_table": TABLE, "sparse_count": 16}
-NARROW = (*(x.to(torch.int8) for x in SCORED[:2]), SCORED[2].half(), SCORED[2].half(), empty(6, 16, 1, dtype=torch.float16), 0, 0)
+LATEST = {
+    "actual_seq_lengths_query": torch.tensor([2, 5], dtype=torch.int32),
+    "layout_query": "TND",
+    "layout_key": "PA_BSND",
+    "actual_seq_lengths_key": torch.tensor([30, 9], dtype=torch.int32),
+    "block_table": TABLE,
+    "sparse_count": 16,
+}
+NARROW = (
+    *(x.to(torch.int8) for x in SCORED[:2]),
+    SCORED[2].half(),
+    SCORED[2].half(),
+    empty(6, 16, 1, dtype=torch.float16),
+    0,
+    0,
+)
 FP8 = (*(x.to(torch.float8_e4m3fn) for x in SCORED[:2]), SCORED[2], *(x.float() for x in NARROW[3:5]), 0, 0)
 PLACES = torch.tensor([[5], [0], [5]])
 LATENTS = empty(6, 16, 1, 512)

@@ -122,10 +122,15 @@ def test_every_device_has_a_kernel(name: str) -> None:
 
 
 def opchecks(contract: OpContract, results: list[torch.Tensor], args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The checks of opcheck: where a part of a result may hold anything, two runs need not agree."""
+    """The checks of opcheck: where a part of a result may hold anything, two runs need not agree.
+
+    PyTorch compares no 8-bit floats, so there what an op writes into is looked at in its cases of other types.
+    """
     shapes = [[r.shape for r in some] for some in (results, contract.defined(args, results))]
     runs_twice = ("test_aot_dispatch_dynamic",) if shapes[0] == shapes[1] else ()
-    return ("test_schema", "test_autograd_registration", "test_faketensor", *runs_twice)
+    eight_bits = any(isinstance(x, torch.Tensor) and x.is_floating_point() and x.element_size() == 1 for x in args)
+    schema = () if eight_bits else ("test_schema",)
+    return (*schema, "test_autograd_registration", "test_faketensor", *runs_twice)
 
 
 @by_op

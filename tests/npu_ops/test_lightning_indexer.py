@@ -187,7 +187,7 @@ def test_slices_change_nothing(device: str, dtype: torch.dtype) -> None:
     query, key = torch.randn(9, 4, DIM).to(dtype).to(device), torch.randn(520, 16, 1, DIM).to(dtype).to(device)
     one = {"dtype": torch.int32, "device": device}
     options = {"actual_seq_lengths_query": torch.tensor([9], **one), "actual_seq_lengths_key": torch.tensor([8190], **one),
-               "block_table": torch.randperm(520, device=device).int()[None], "sparse_count": 64, "max_seq_len": 8190}  # fmt: skip
+               "block_table": torch.randperm(520).int()[None].to(device), "sparse_count": 64, "max_seq_len": 8190}  # fmt: skip
     weights = torch.rand(9, 4).to(dtype).to(device)
     whole = lightning_indexer(query, key, weights, **options)
     for size in (2**15, 2**15 + 4, 2**17):
