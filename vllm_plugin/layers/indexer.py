@@ -98,10 +98,11 @@ class ParitySparseAttnIndexer(SparseAttnIndexer):
         self._picked: Tensor = self.topk_indices_buffer
         self._logits_bytes = parity.indexer_logits_bytes
         self._longest = config.model_config.max_model_len
-        if self._logits_bytes < 4 * max(self._longest, MIN_SCORES):
+        least = 4 * max(self._longest, MIN_SCORES)
+        if self._logits_bytes < least:
             raise ValueError(
-                f"--additional-config: indexer_logits_bytes of at least {4 * max(self._longest, MIN_SCORES)}, the fp32 scores of "
-                f"one row, are required for max_model_len {self._longest}, got {self._logits_bytes}. Raise indexer_logits_bytes."
+                f"--additional-config: indexer_logits_bytes of at least {least}, the fp32 scores of one row, are required for "
+                f"max_model_len {self._longest}, got {self._logits_bytes}. Raise indexer_logits_bytes."
             )
 
     def forward_oot(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor, weights: Tensor) -> Tensor:
