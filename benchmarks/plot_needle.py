@@ -1,6 +1,6 @@
 """Plots a result of benchmarks/needle.py: tokens a second of each chunk, and time to the first token, against the context.
 
-Usage, from the repository root: python -m benchmarks.plot_needle benchmarks/results/h200_needle.json docs/images/needle_h200.png
+Usage, from the repository root: python -m benchmarks.plot_needle RESULT.json docs/images/needle_h200.png
 """
 
 from __future__ import annotations
