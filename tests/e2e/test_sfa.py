@@ -101,7 +101,8 @@ def test_packed_rows_are_those_of_a_simulation(host, checkpoint, oracle):
         return max(abs(a - b) for c, row in pairs for a, b in zip(c.logprobs, row, strict=True))
 
     print(f"worst logprob difference from the simulation {worst(same):.3f}, from fp32 {worst(exact):.3f}")
-    assert worst(same) < 0.1 < worst(exact)
+    assert worst(same) < 0.25
+    assert 3 * worst(same) < worst(exact)
 
 
 def test_capacity_of_quantised_caches(host, checkpoint):
