@@ -1,1 +1,1 @@
-"""Will a prompt fit, on how many cards, and how long will it take: formulas over a model's config.json, each with its source."""
+"""Will a prompt fit, on how many cards, how long will it take: formulas over a model's config.json, with their sources."""
