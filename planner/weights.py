@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from planner.figure import Figure, PlanError
@@ -16,7 +17,7 @@ from planner.model import ModelShape
 from planner.parallel import Parallel
 
 Kind = Literal["matrix", "expert", "plain", "fp32"]
-# Over which ranks a tensor is divided: none, those of tensor parallelism, as many as there are KV heads, all that share experts.
+# Over which ranks a tensor is divided: none, those of TP, as many as there are KV heads, all that share the experts.
 # "queries" is "tp" without DSA-CP, which gives every rank all heads (docs of vLLM-Ascend: q_b_proj and kv_b_proj replicated).
 Split = Literal["all", "tp", "queries", "kv", "experts"]
 
@@ -168,7 +169,7 @@ def stages(model: ModelShape, pp: int) -> list[range]:
     least, more = divmod(model.layers, pp)
     sizes = [least + (pp - 1 - more <= stage < pp - 1) for stage in range(pp)]
     starts = [sum(sizes[:stage]) for stage in range(pp + 1)]
-    return [range(first, last) for first, last in zip(starts, starts[1:], strict=False)]
+    return [range(first, last) for first, last in pairwise(starts)]
 
 
 def _stage(model: ModelShape, layers: range, mtp: bool) -> list[Weights]:
@@ -190,7 +191,7 @@ def parameters(model: ModelShape, mtp: bool = False) -> int:
 
 
 def _divisor(split: Split, model: ModelShape, parallel: Parallel) -> int:
-    """Over how many ranks it is divided. Experts are over data and prefill-context ranks too, with or without EP, as in vLLM."""
+    """Over how many ranks it is divided: experts also over data and prefill-context ranks, with EP or without, as in vLLM."""
     return {
         "all": 1,
         "tp": parallel.tp,
