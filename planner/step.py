@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from planner import work
+from planner import memory, work
+from planner.figure import PlanError
+from planner.memory import Cache
 from planner.model import ModelShape
 from planner.parallel import Parallel
 from planner.work import BF16, Work
@@ -17,16 +19,21 @@ ELEMENT = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of weights and their products ("bf16", "fp8", "int8"), of the KV cache ("bf16", "fp8", "c8"), of indexer keys."""
+    """Of weights and their products ("bf16", "fp8", "int8"), of the KV cache, of indexer keys (as the cache, if None).
+
+    Caches are in "bf16", "fp8" or "c8", as far as their family has them (memory.py).
+    """
 
     weights: str = "bf16"
     kv: str = "bf16"
-    indexer: str = "bf16"
+    indexer: str | None = None
 
     @property
     def element(self) -> float:
         """Bytes of a weight."""
-        return work.known(ELEMENT, self.weights, "weights in products")
+        if self.weights not in ELEMENT:
+            raise PlanError(f"products of weights in {self.weights!r} are not known. Known are {', '.join(ELEMENT)}.")
+        return ELEMENT[self.weights]
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,21 @@ class _Rank:
     def kv_heads(self) -> int:
         return max(1, self.model.kv_heads // self.parallel.tp)
 
+    @property
+    def caches(self) -> list[Cache]:
+        """All caches of a request as one rank would have them that shares no tokens."""
+        return memory.caches(self.model, self.dtypes.kv, self.dtypes.indexer, Parallel(tp=self.parallel.tp))
+
+    @property
+    def row(self) -> int:
+        """Bytes of a cached row that attention reads."""
+        return self.caches[0].row
+
+    @property
+    def index_row(self) -> int:
+        """Bytes of an indexer key, 0 without an indexer."""
+        return sum(cache.row for cache in self.caches if cache.name == "indexer keys")
+
     def pairs(self, cap: float = math.inf) -> float:
         return self.requests * self.queries * work.pairs(self.step.rows, self.step.prior, cap)
 
@@ -168,12 +190,12 @@ def _feed_forward(rank: _Rank) -> list[Work]:
 
 def _attention(rank: _Rank) -> list[Work]:
     model, step = rank.model, rank.step
-    row = work.cache_row(model, rank.dtypes.kv)
+    row = rank.row
     rows, keys, heads = rank.requests * step.rows * rank.queries, rank.keys, rank.heads
     if model.family == "v4":
         return _compressed(rank, row, rows)
     if model.family == "gqa":
-        op = work.grouped(rows, rank.pairs(), keys / rank.dcp, heads, rank.kv_heads, model.head_dim, row, decode=step.decode)
+        op = work.grouped(rows, rank.pairs(), keys / rank.dcp, heads, model.head_dim, row, decode=step.decode)
         return [op.times(model.layers)]
     if model.family == "dsa":
         # Under DCP a rank has its part of each row's keys, and the heads of all.
@@ -224,13 +246,13 @@ def _compressed(rank: _Rank, row: float, rows: float) -> list[Work]:
 
 def _indexer(rank: _Rank) -> list[Work]:
     """Replicated over tensor-parallel ranks, but for DSA-CP, which shares its rows; V4 scores compressed keys."""
-    model, step, dtype = rank.model, rank.step, rank.dtypes.indexer
+    model, step, dtype = rank.model, rank.step, rank.dtypes.indexer or rank.dtypes.kv
     if not model.indexer_layers:
         return []
     ratio = 4 if model.family == "v4" else 1
     rows, pairs, keys = rank.requests * step.rows * rank.queries, rank.pairs() / ratio, rank.keys / ratio
-    row = work.index_row(model, dtype)
-    scores = work.index_scores(rows, pairs, keys, model.index_heads, model.index_dim, row, dtype)
+    products = "int8" if dtype == "c8" else dtype
+    scores = work.index_scores(rows, pairs, keys, model.index_heads, model.index_dim, rank.index_row, products)
     return [op.times(model.indexer_layers) for op in (scores, work.top_k(pairs, step.total / ratio))]
 
 
@@ -254,7 +276,7 @@ def _tensor_parallel(rank: _Rank) -> list[Traffic]:
     if parallel.dsa_cp == 1:
         return [*found, Traffic("all-reduce of attention", size, ring, tp, model.layers)]
     # Hidden states of the rank's rows are gathered, and its cache rows before that.
-    row = work.cache_row(model, rank.dtypes.kv) + work.index_row(model, rank.dtypes.indexer)
+    row = rank.row + rank.index_row
     share = (parallel.dsa_cp - 1) / parallel.dsa_cp
     gathered = Traffic(
         "all-gather of DSA-CP's rows",
@@ -290,20 +312,13 @@ def _expert_traffic(rank: _Rank) -> list[Traffic]:
 
 def _context_parallel(rank: _Rank) -> list[Traffic]:
     model, parallel, step = rank.model, rank.parallel, rank.step
-    row = work.cache_row(model, rank.dtypes.kv) * rank.kv_heads
+    row = rank.row
     found = []
     if rank.pcp > 1:
-        # Ring or gather, the bytes are the same: what the other ranks hold of the context, and of the indexer's keys.
-        index = work.index_row(model, rank.dtypes.indexer) if model.family == "dsa" else 0
-        share = (rank.pcp - 1) / rank.pcp
-        size = share * rank.keys * row / (128 if model.family == "v4" else 1)
-        formula = f"{rank.pcp - 1}/{rank.pcp} x {rank.keys:.6g} keys x {row:g} B"
-        found.append(Traffic("exchange of KV", size, formula, parallel.tp * rank.pcp, model.layers))
-        found.append(
-            Traffic(
-                "exchange of indexer keys", share * rank.keys * index, formula, parallel.tp * rank.pcp, model.indexer_layers
-            )
-        )
+        # Ring or gather, the bytes are the same: what the other ranks hold of all caches.
+        size = sum(cache.size(round(step.total)) for cache in rank.caches) / model.layers * rank.requests
+        formula = f"{rank.pcp - 1}/{rank.pcp} x {size:.6g} B, a layer's caches of {step.total:.6g} tokens"
+        found.append(Traffic("exchange of KV", (rank.pcp - 1) / rank.pcp * size, formula, parallel.tp * rank.pcp, model.layers))
     if parallel.dcp > 1:
         share = (parallel.dcp - 1) / parallel.dcp
         if rank.dcp == 1:

@@ -55,7 +55,9 @@ class Part:
         times: dict[Bound, float] = {}
         for term in self.terms:
             times[term.bound] = times.get(term.bound, 0.0) + term.seconds
-        return max(times, key=lambda bound: times[bound]) if self.seconds else None
+        if not self.seconds:
+            return None
+        return max(times, key=times.__getitem__)
 
     def figures(self) -> list[Figure]:
         """The part and its terms."""

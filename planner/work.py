@@ -8,18 +8,14 @@ rows: new tokens. pairs: query rows times the keys that each sees. keys: cached 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from planner.figure import PlanError
 from planner.model import ModelShape
 
 Part = Literal["indexer", "attention", "projections", "moe"]
 
 BF16, FP32, INDEX = 2, 4, 4  # bytes
-SCALE_TILE = 128  # elements of a packed row that share an fp32 scale (vLLM-Ascend's SFA-C8, DeepSeek's fp8 rows)
-COMPRESSED_FP8_ROW = 584  # V4: FlashMLA's MODEL1 format
 
 
 @dataclass(frozen=True)
@@ -68,40 +64,14 @@ def absorbed_rows(model: ModelShape) -> float:
     return up / (2 * model.kv_lora + model.rope_dim - expanded)
 
 
-def cache_row(model: ModelShape, dtype: str) -> float:
-    """Bytes of a token in one layer's cache, without the indexer's; of a GQA model those of one KV head."""
-    latent, rope = model.kv_lora, model.rope_dim
-    packed = latent + BF16 * rope + FP32 * latent / SCALE_TILE
-    values: Mapping[str, float] = {
-        "gqa": {"bf16": 2 * BF16 * model.head_dim, "fp8": 2 * model.head_dim},
-        "mla": {"bf16": BF16 * (latent + rope), "fp8": latent + rope},
-        "dsa": {"bf16": BF16 * (latent + rope), "fp8": packed, "c8": packed},
-        "v4": {"bf16": BF16 * model.head_dim, "fp8": COMPRESSED_FP8_ROW},
-    }[model.family]
-    return known(values, dtype, f"KV caches of {model.family}")
-
-
-def index_row(model: ModelShape, dtype: str) -> float:
-    """Bytes of an indexer key: fp8 with an fp32 scale, int8 with an fp16 one."""
-    values = {"bf16": BF16 * model.index_dim, "fp8": model.index_dim + FP32, "int8": model.index_dim + BF16}
-    return known(values, dtype, "indexer keys")
-
-
-def known(values: Mapping[str, float], dtype: str, what: str) -> float:
-    """The value for ``dtype``, or an error that lists those there are."""
-    if dtype not in values:
-        raise PlanError(f"{what}: dtype {dtype!r} is not known. Known are {', '.join(values)}.")
-    return values[dtype]
-
-
-def grouped(rows: float, pairs: float, keys: float, heads: int, kv_heads: int, dim: int, row: float, decode: bool) -> Work:
-    """Dense attention on KV heads; ``row`` is one KV head's key and value."""
+def grouped(rows: float, pairs: float, keys: float, heads: int, dim: int, row: float, decode: bool) -> Work:
+    """Dense attention; ``row`` has keys and values of all KV heads of the rank."""
     return Work(
         "gqa_decode" if decode else "gqa_prefill",
         "attention",
         flops=4 * heads * dim * pairs,
-        bytes=kv_heads * row * keys + 2 * BF16 * rows * heads * dim,
-        formula=f"4 x {heads} heads x {dim} x {pairs:.6g} pairs; {kv_heads} x {row:g} B x {keys:.6g} keys + queries, outputs",
+        bytes=row * keys + 2 * BF16 * rows * heads * dim,
+        formula=f"4 x {heads} heads x {dim} x {pairs:.6g} pairs; {row:g} B x {keys:.6g} keys + queries, outputs",
         heads=heads,
     )
 
