@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from planner import memory, work
 from planner.figure import PlanError
@@ -127,7 +128,7 @@ class _Rank:
     @property
     def caches(self) -> list[Cache]:
         """All caches of a request as one rank would have them that shares no tokens."""
-        return memory.caches(self.model, self.dtypes.kv, self.dtypes.indexer, Parallel(tp=self.parallel.tp))
+        return _caches(self.model, self.dtypes, self.parallel.tp)
 
     @property
     def row(self) -> int:
@@ -137,7 +138,7 @@ class _Rank:
     @property
     def index_row(self) -> int:
         """Bytes of an indexer key, 0 without an indexer."""
-        return sum(cache.row for cache in self.caches if cache.name == "indexer keys")
+        return sum(entry.row for entry in self.caches if entry.name == "indexer keys")
 
     def pairs(self, cap: float = math.inf) -> float:
         return self.requests * self.queries * work.pairs(self.step.rows, self.step.prior, cap)
@@ -145,6 +146,11 @@ class _Rank:
     @property
     def keys(self) -> float:
         return self.requests * self.step.total
+
+
+@cache
+def _caches(model: ModelShape, dtypes: Dtypes, tp: int) -> list[Cache]:
+    return memory.caches(model, dtypes.kv, dtypes.indexer, Parallel(tp=tp))
 
 
 def compute(model: ModelShape, parallel: Parallel, dtypes: Dtypes, step: Step) -> list[Work]:
@@ -318,7 +324,7 @@ def _context_parallel(rank: _Rank) -> list[Traffic]:
     found = []
     if rank.pcp > 1:
         # Ring or gather, the bytes are the same: what the other ranks hold of all caches.
-        size = sum(cache.size(round(step.total)) for cache in rank.caches) / model.layers * rank.requests
+        size = sum(entry.size(round(step.total)) for entry in rank.caches) / model.layers * rank.requests
         formula = f"{rank.pcp - 1}/{rank.pcp} x {size:.6g} B, a layer's caches of {step.total:.6g} tokens"
         found.append(Traffic("exchange of KV", (rank.pcp - 1) / rank.pcp * size, formula, parallel.tp * rank.pcp, model.layers))
     if parallel.dcp > 1:

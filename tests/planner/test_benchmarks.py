@@ -1,4 +1,4 @@
-"""Times that were measured on an H200 (benchmarks/results), within 25 %, from efficiencies of one row of each op and head count."""
+"""Times measured on an H200 (benchmarks/results), within 25 %, by efficiencies that one row of each op and head count gave."""
 
 from __future__ import annotations
 

@@ -70,20 +70,20 @@ def test_aliases(alias, name):
 
 
 def test_unknown_device():
-    with pytest.raises(PlanError, match="hardware 'H300' is not known. Known are H100, H200, .*TPU7x"):
+    with pytest.raises(PlanError, match=r"hardware 'H300' is not known. Known are H100, H200, .*TPU7x"):
         load("H300")
 
 
 def test_unknown_figure_and_dtype():
-    with pytest.raises(PlanError, match="910C: fp8_flops is not known, .* Known are bf16_flops, int8_ops"):
+    with pytest.raises(PlanError, match=r"910C: fp8_flops is not known, .* Known are bf16_flops, int8_ops"):
         load("910C").peak("fp8")
-    with pytest.raises(PlanError, match="products in 'fp3' are not known. Known are bf16, fp8, int8"):
+    with pytest.raises(PlanError, match=r"products in 'fp3' are not known. Known are bf16, fp8, int8"):
         load("910C").peak("fp3")
 
 
 def test_figures_need_a_source():
     entry = {"bf16_flops": {"value": 1.0, "kind": "guessed", "source": "somewhere"}}
-    with pytest.raises(PlanError, match="a source and a kind of datasheet, measured, unsourced are required"):
+    with pytest.raises(PlanError, match=r"a source and a kind of datasheet, measured, unsourced are required"):
         hardware._hardware("X", entry)
 
 
@@ -130,7 +130,7 @@ def test_without_efficiencies_the_roofline():
 
 def test_unknown_profile():
     assert profiles() == ["amla", "best", "plugin"]
-    with pytest.raises(PlanError, match="profile 'worst' is not known. Known are amla, best, plugin"):
+    with pytest.raises(PlanError, match=r"profile 'worst' is not known. Known are amla, best, plugin"):
         efficiency(load("H200"), "worst")
 
 

@@ -12,8 +12,8 @@ from planner.parallel import Parallel
 from planner.step import Dtypes
 from planner.timing import decode_step, prefill, transfer
 
-# DeepSeek-V3.2-Exp's figure of costs, H800 at $2 an hour, digitised to 3 %: dollars for a million tokens, for every 1,000 tokens
-# of context. The slope is that of attention and the indexer alone, whatever the batch and the experts cost.
+# DeepSeek-V3.2-Exp's figure of costs, H800 at $2 an hour, digitised to 3 %: dollars for a million tokens, for every 1,000
+# tokens of context. The slope is that of attention and the indexer alone, whatever the batch and the experts cost.
 DOLLARS = 2 / 3600 * 1e6
 V31, V32 = Dtypes("fp8", "bf16"), Dtypes("fp8", "fp8")
 

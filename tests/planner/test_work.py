@@ -129,7 +129,7 @@ def test_weights_dtypes(dtype):
 
 
 def test_unknown_weights():
-    with pytest.raises(PlanError, match="weights in 'fp3' are not known. Known are bf16, fp8, int8, fp4"):
+    with pytest.raises(PlanError, match=r"weights in 'fp3' are not known. Known are bf16, fp8, int8, fp4"):
         _ = Dtypes("fp3").precision
 
 
@@ -144,7 +144,8 @@ def test_what_a_rank_of_context_parallelism_has(shape):
     (alone,), (shared,) = attention(mla, Parallel(tp=8), decode), attention(mla, Parallel(tp=8, dcp=8), decode)
     assert (alone.heads, shared.heads) == (16, 128)
     assert shared.flops == alone.flops
-    assert shared.bytes == pytest.approx(alone.bytes / 8, rel=0.01)
+    outputs = 4 * 16 * 1088 * 2
+    assert shared.bytes - 8 * outputs == (alone.bytes - outputs) / 8
     chunk = Step(1, 8192, 65536)
     (rows,), (heads,) = attention(dsa, Parallel(tp=8, dsa_cp=8), chunk), attention(dsa, Parallel(tp=8), chunk)
     assert (rows.heads, heads.heads) == (128, 16)
