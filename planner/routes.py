@@ -135,7 +135,7 @@ def take(
     left = memory.left_for_kv(hardware.need("hbm_bytes").value, size, peak).value
     ttft, tpot = done.seconds, decode_step(shape, hardware, parallel, prompt, 1, shares, dtypes).seconds
     if SPLIT in names and setting.link:
-        ttft += transfer(kv / shape.layers, shape.layers, setting.link, done.chunks[-1].seconds, by_layer=True).exposed
+        ttft += transfer(kv / shape.layers, shape.layers, setting.link, done.seconds, by_layer=True).exposed
     return Route(
         names,
         parallel.cards,

@@ -180,3 +180,37 @@ def test_v4s_layers(shape):
     assert found["window"].flops == 4 * 64 * 512 * 8192 * 128
     indexer = next(op for op in step.compute(model, Parallel(), Dtypes(), Step(1, 8192, P)) if op.op == "indexer")
     assert (indexer.count, indexer.flops) == (21, 2 * 64 * 128 * work.pairs(8192, P) / 4)
+
+
+def test_matrices_of_a_layer(shape):
+    """To the element, as the modules of the public checkpoints have them."""
+    v3, flash, dense = shape("deepseek_v32"), shape("deepseek_v4_flash"), shape("qwen3_235b")
+    queries = 7168 * 1536 + 1536 * 128 * 192
+    assert work.attention_weights(v3, 128, 1) == queries + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert work.attention_weights(v3, 16, 1) == 7168 * 1536 + (1536 * 192 + 512 * 256 + 128 * 7168) * 16 + 7168 * 576
+    assert work.attention_weights(dense, 64, 4) == 4096 * 128 * (64 + 4 + 4 + 64)
+    output = 1024 * 64 * 512 + 8 * 1024 * 4096
+    assert work.attention_weights(flash, 64, 1) == 4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + output
+    assert work.attention_weights(flash, 16, 1) == 4096 * 1024 + 1024 * 16 * 512 + 4096 * 512 + output / 4
+    assert work.indexer_weights(v3) == 1536 * 64 * 128 + 7168 * 64 + 7168 * 128
+    # Values and gates of two overlapping groups at ratio 4.
+    assert work.indexer_weights(flash) == 1024 * 64 * 128 + 4096 * 64 + 2 * 4096 * 128 * 2
+    assert work.compressor_weights(flash, 4, 512) == 2 * 4096 * 512 * 2
+    assert work.compressor_weights(flash, 128, 512) == 2 * 4096 * 512
+
+
+def test_what_moves_bytes_alone():
+    for op in (work.top_k(8, 4), work.merge(8, 2, 4, 2), work.gather(8, 4)):
+        assert op.flops == 0
+    plain = work.linear("moe", 3, 5, 2, "fp8")
+    assert (plain.flops, plain.bytes, plain.dtype, plain.heads, plain.serial, plain.count) == (30, 10, "fp8", 0, 0, 1)
+    assert plain.times(7).count == 7
+
+
+def test_experts_that_tokens_visit(shape):
+    """One token visits its eight; evenly routed, a chunk visits nearly all, and few tokens meet in few."""
+    model, expert = shape("deepseek_v3"), 3 * 7168 * 2048
+    one, few, many = (work.routed_experts(rows, model, 4, 1, "fp8") for rows in (1, 32, 8192))
+    assert (one.flops, one.bytes) == (2 * 8 * expert / 4, pytest.approx(8 * expert / 4))
+    assert few.bytes == pytest.approx(256 * (1 - (1 - 8 / 256) ** 32) * expert / 4)
+    assert (many.flops, many.bytes) == (8192 * one.flops, pytest.approx(256 * expert / 4))
