@@ -11,13 +11,14 @@ from planner import work
 from planner.hardware import efficiency, load
 from planner.timing import op_seconds, prefill
 
+ROOT = Path(__file__).parents[2]
 H200 = load("H200")
 SHARES = efficiency(H200, "plugin")
 BAND = 0.25
 
 
 def results(name):
-    return json.loads((Path("benchmarks/results") / name).read_text())
+    return json.loads((ROOT / "benchmarks/results" / name).read_text())
 
 
 def milliseconds(*ops):

@@ -11,6 +11,7 @@ from planner import hardware
 from planner.figure import PlanError
 from planner.hardware import Efficiency, Share, efficiency, load, names, profiles
 
+ROOT = Path(__file__).parents[2]
 # bf16, fp8, int8 in TFLOP/s; HBM in GB and GB/s; scale-up both ways in GB/s; scale-out in Gb/s. None is not known.
 TABLE = {
     "H100": (989.5, 1979, 1979, 80, 3350, 900, 400),
@@ -139,7 +140,7 @@ def test_the_plugins_efficiencies_are_those_of_its_benchmarks():
     shares = efficiency(load("H200"), "plugin")
 
     def rows(name):
-        return json.loads((Path("benchmarks/results") / name).read_text())["rows"]
+        return json.loads((ROOT / "benchmarks/results" / name).read_text())["rows"]
 
     for row in rows("h200_mla.json"):
         share = shares.of("mla_absorbed" if "decode" in row["what"] else "mla_prefill", heads=row["heads"])
