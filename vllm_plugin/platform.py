@@ -7,6 +7,7 @@ them from here would be circular.
 from __future__ import annotations
 
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -179,8 +180,8 @@ class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
 
     _enum = PlatformEnum.OOT
     worker_cls = "vllm_plugin.devices.cpu.CpuParityWorker"
-    # Set by the worker while a model lives in this process.
-    hosts_model: ClassVar[bool] = False
+    # Workers of this process that are not shut down. Weak: of an engine that failed to start nobody shuts the worker down.
+    workers: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def is_cpu(self) -> bool:
         """True but where a model lives: there layers must dispatch out of tree, as on an NPU.
@@ -188,7 +189,7 @@ class CpuParityPlatform(AscendParityPlatform, CpuPlatform):
         Everywhere else vLLM rightly treats this as its CPU: it binds worker processes to cores, picks defaults for CPUs, and
         keeps away from torch.accelerator when it shuts down.
         """
-        return not self.hosts_model
+        return not self.workers
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:

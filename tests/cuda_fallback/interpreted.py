@@ -28,9 +28,9 @@ from npu_ops.quant_lightning_indexer import SCALES, quantised
 from npu_ops.sparse_flash_attention import build_sparse_case
 
 # The interpreter multiplies the bit patterns of bf16 matrices, so ops with products of matrices take fp16 in its place.
-PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "quant_lightning_indexer",
-            "sparse_flash_attention")  # fmt: skip
-DTYPES = dict.fromkeys(PRODUCTS, (torch.float32, torch.float16)) | {"kv_quant_sparse_flash_attention": (torch.float32,)}
+PRODUCTS = ("fused_infer_attention", "grouped_matmul", "hadamard_rotation", "lightning_indexer", "sparse_flash_attention")
+QUANTISED = ("kv_quant_sparse_flash_attention", "quant_lightning_indexer")
+DTYPES = dict.fromkeys(PRODUCTS, (torch.float32, torch.float16)) | dict.fromkeys(QUANTISED, (torch.float32,))
 DEFAULT_DTYPES = (torch.float32, torch.bfloat16)
 # Ops over a paged cache, and which of their arguments is the first of its two tensors.
 PAGED = {"fused_infer_attention": 1, "gather_kv_cache": 0, "kv_rmsnorm_rope_cache": 5, "scatter_kv_cache": 2}

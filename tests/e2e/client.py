@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,10 @@ class EngineHost:
         """Layers that have a KV cache, and the bytes of one block in each."""
         return dict(self._call("cache_layers"))
 
+    def cache_tokens(self) -> int:
+        """What vLLM's log says of the KV cache that it has made last."""
+        return int(re.findall(r"KV cache size: ([\d,]+) tokens", self.log.read_text(errors="replace"))[-1].replace(",", ""))
+
     def memory(self, prompt: Sequence[int], max_tokens: int) -> dict[str, int]:
         """Bytes of activations that vLLM has reserved, and the most that this prompt used."""
         return dict(self._call("memory", prompt=list(prompt), max_tokens=max_tokens))
@@ -110,6 +116,18 @@ class Oracle:
 
     def __init__(self, model: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    @contextmanager
+    def hooked(self, name: str, hook: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Within, ``hook(module, inputs, output)`` replaces what the modules of this name return."""
+        modules = [module for path, module in self._model.named_modules() if path.rpartition(".")[2] == name]
+        handles = [module.register_forward_hook(hook) for module in modules]
+        assert handles
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -139,6 +139,9 @@ def main() -> None:
         except Exception as error:
             # vLLM wraps the cause of a failed start; the innermost message is the one that users must understand.
             answer = {"error": "\n".join(_messages(error))}
+        # What an engine that failed has left is dropped now, not in the middle of the next one.
+        if "error" in answer:
+            gc.collect()
         _replies.write(json.dumps(answer) + "\n")
         _replies.flush()
     with contextlib.suppress(Exception):

@@ -16,7 +16,10 @@ from parity_e2e_client import HostError, random_prompt
             "fia_split: Input should be 'auto', 'always' or 'never', got 'maybe'",
         ),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype must be auto or the model's own torch.float32, got fp8"),
-        ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN is not one of ours. Choose one of: ASCEND_FIA, ASCEND_MLA."),
+        (
+            {"attention_backend": "FLASH_ATTN"},
+            "FLASH_ATTN is not one of ours. Choose one of: ASCEND_FIA, ASCEND_MLA, ASCEND_SFA.",
+        ),
         ({"attention_backend": "ASCEND_MLA"}, "ASCEND_MLA cannot serve this model: non-MLA not supported"),
         ({"hf_overrides": {"head_dim": 72}}, "a head dim of (64, 80, 96, 128, 192, 256) is required, got 72"),
         ({"dtype": "float64"}, "Input should be 'auto', 'half', 'float16', 'bfloat16', 'float' or 'float32'"),

@@ -20,13 +20,12 @@ def test_the_needle_is_found_in_chunks(host, tmp_path, kind, dtype):
         assert completion.logprobs[0] > LOGPROB
 
 
-# The deepest prompt has the needle in its first block; all are 500 times the top-k of 64, so that dense attention or indices
-# that are off by a block find nothing.
+# Prompts of 64 and 512 times the top-k of 64: what is not picked, or read from another slot, is not found.
 @pytest.mark.parametrize(("length", "chunk"), [(4096, 512), (32768, 2048)])
 def test_the_sparse_needle_is_found(host, tmp_path, length, chunk):
     folder = write_needle(tmp_path, "v32")
     engine = host.engine(folder, max_model_len=length + 8, max_num_batched_tokens=chunk, kv_cache_memory_bytes=1 << 30)
-    for depth in (0, 0.97) if length > 4096 else (0, 0.4, 0.97):
+    for depth in (0.01,) if length > 4096 else (0, 0.4, 0.97):
         tokens, answer = needle_prompt(length, depth, seed=3)
         completion = engine.generate([tokens], 1)[0]
         assert completion.tokens == [answer]

@@ -8,6 +8,8 @@ import shutil
 import pytest
 from parity_e2e_client import HostError, random_prompt
 
+from npu_ops.pack_sparse_kv import pack_sparse_kv, unpack_sparse_kv
+
 # fp32 sums in another order, through the latent space and back.
 LOGPROB_TOLERANCE = 2e-4
 # Within the top-k and past it, around blocks; the last has five times the top-k.
@@ -75,6 +77,43 @@ def test_quantised_caches(host, checkpoint, oracle, form):
     print(f"{form}: worst logprob difference from fp32 {worst:.2f}")
     again = engine.generate(PROMPTS, 8, chunk=50)
     assert [c.tokens for c in again] == [c.tokens for c in engine.generate(PROMPTS, 8)], "chunks of 50 change a token"
+
+
+def test_packed_rows_are_those_of_a_simulation(host, checkpoint, oracle):
+    # transformers with latent rows that have been packed and unpacked; that the rope part of such a row is bf16 is left out.
+    simulated = oracle("deepseek_v32")
+    packed = []
+
+    def round_trip(module, inputs, latent):
+        rows = pack_sparse_kv(latent.flatten(0, -2), latent.new_zeros(latent.shape[:-1].numel(), 64))
+        packed.append(len(rows))
+        return unpack_sparse_kv(rows, latent.dtype)[0].view_as(latent)
+
+    options = {"max_num_batched_tokens": 128, "additional_config": {"sparse_kv_c8": True}}
+    completions = host.engine(checkpoint("deepseek_v32"), **options).generate(PROMPTS, 8)
+    exact = [simulated.logprobs(prompt, c.tokens) for prompt, c in zip(PROMPTS, completions, strict=True)]
+    with simulated.hooked("kv_a_layernorm", round_trip):
+        same = [simulated.logprobs(prompt, c.tokens) for prompt, c in zip(PROMPTS, completions, strict=True)]
+    assert packed
+
+    def worst(expected):
+        pairs = zip(completions, expected, strict=True)
+        return max(abs(a - b) for c, row in pairs for a, b in zip(c.logprobs, row, strict=True))
+
+    print(f"worst logprob difference from the simulation {worst(same):.3f}, from fp32 {worst(exact):.3f}")
+    assert worst(same) < 0.1 < worst(exact)
+
+
+def test_capacity_of_quantised_caches(host, checkpoint):
+    tokens = {}
+    for keys in ((), ("sparse_kv_c8",), ("indexer_c8",), ("sparse_kv_c8", "indexer_c8")):
+        options = {"dtype": "bfloat16", "additional_config": dict.fromkeys(keys, True)}
+        engine = host.engine(checkpoint("deepseek_v32"), max_num_batched_tokens=128, **options)
+        tokens[keys] = engine.cache_tokens()
+    plain = 1152 + 256
+    for keys, row in zip(tokens, (plain, 656 + 256, 1152 + 130, 656 + 130), strict=True):
+        print(f"{' and '.join(keys) or 'bf16'}: {tokens[keys]} tokens, {tokens[keys] / tokens[()]:.2f} times")
+        assert tokens[keys] / tokens[()] == pytest.approx(plain / row, rel=0.01)
 
 
 def test_a_checkpoint_says_which_indexers_are_quantised(host, checkpoint, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from parity_e2e_client import random_prompt
+from parity_e2e_client import HostError, random_prompt
 
 from npu_ops import device as devices
 
@@ -20,6 +20,9 @@ def test_two_ranks_give_transformers_tokens(host, device, checkpoint, oracle, mo
     # A CPU is as many devices as it has ranks.
     if device != devices.CPU and device in devices.found_devices() and devices.device_count(device) < 2:
         pytest.skip(f"one {device} device")
+    # A start that fails in this process leaves nothing behind that ranks of their own would stumble over.
+    with pytest.raises(HostError, match="FLASH_ATTN is not one of ours"):
+        host.engine(checkpoint(model), max_num_batched_tokens=128, attention_backend="FLASH_ATTN")
     engine = host.engine(checkpoint(model), max_num_batched_tokens=128, tensor_parallel_size=2, **options)
     reference = oracle(model)
     for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, 16), strict=True):

@@ -138,7 +138,9 @@ def test_opcheck(name: str, device: str, call_op: Callable) -> None:
     # One dtype: what opcheck looks at (schema, fake shapes, autograd keys, dynamic shapes) does not depend on it.
     contract = CONTRACTS[name]
     refused: list[ContractError] = []
-    for case in contract.cases(device, torch.bfloat16, 0):
+    cases = list(contract.cases(device, torch.bfloat16, 0))
+    # Schema and fake are the same on every device; of an implementation a few cases show whether it keeps to them.
+    for case in cases if device == "cpu" else cases[:4]:
         try:
             checks = opchecks(contract, call_op(contract, case), case.args)
         except ContractError as error:

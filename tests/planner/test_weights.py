@@ -9,7 +9,7 @@ import pytest
 from planner.figure import PlanError
 from planner.memory import named
 from planner.parallel import Parallel
-from planner.weights import parameters, stages, weights
+from planner.weights import PRECISIONS, parameters, stages, weights
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 GIB = 2**30
@@ -140,3 +140,37 @@ def test_unknown_precision(shape):
         weights(shape("llama3_70b"), "fp6")
     with pytest.raises(PlanError, match="weights: attention"):
         named(weights(shape("llama3_70b")), "weights: heads")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "matrix", "expert"),
+    [("bf16", 2, 2), ("fp8", 16388 / 16384, 16388 / 16384), ("int8", 1, 1), ("fp4", 16385 / 16384, 17 / 32)],
+)
+def test_bytes_of_an_element(shape, dtype, matrix, expert):
+    assert (PRECISIONS[dtype].matrix, PRECISIONS[dtype].expert) == (matrix, expert)
+    figures = weights(shape("qwen3_235b"), dtype)
+    assert named(figures, "weights: experts").value == pytest.approx(94 * 128 * 3 * 4096 * 1536 * expert, rel=1e-12)
+    projections = 2 * 4096 * 128 * (64 + 4)
+    assert named(figures, "weights: attention").value == pytest.approx(94 * (projections * matrix + 2 * 256), rel=1e-12)
+
+
+def test_two_ranks(shape):
+    model = shape("deepseek_v3")
+    rank = named(weights(model, parallel=Parallel(tp=2, dsa_cp=2)), "weights: attention").value
+    output = 61 * 128 * 128 * 7168
+    assert rank == named(weights(model), "weights: attention").value - output
+    dense = named(weights(shape("llama3_70b"), parallel=Parallel(tp=2)), "weights: dense")
+    assert dense.formula == f"{80 * 3 * 8192 * 28672:,} x 2 B / 2"
+
+
+def test_the_sum_names_its_parts(shape):
+    figure = weights(shape("llama3_70b"))[-1]
+    assert (figure.name, figure.formula) == ("weights", "attention + norms + dense + embedding + head")
+
+
+def test_two_residual_streams(shape):
+    def residual(streams):
+        return named(weights(shape("deepseek_v4_pro", hc_mult=streams)), "weights: residual").value
+
+    assert residual(2) == 4 * (61 * 2 * (8 * 2 * 7168 + 8 + 3) + 2 * 2 * 7168 + 2 + 1)
+    assert "weights: residual" not in [figure.name for figure in weights(shape("deepseek_v4_pro", hc_mult=1))]

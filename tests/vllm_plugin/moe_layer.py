@@ -131,7 +131,7 @@ def check_refusals() -> None:
 def main() -> None:
     """Build every layer on this rank."""
     load_general_plugins()
-    CpuParityPlatform.hosts_model = True  # as a worker does
+    CpuParityPlatform.workers.add(main)  # as a worker adds itself
     if DEVICE.type != devices.CPU:
         torch.accelerator.set_device_index(DEVICE.index)
     parallel = ParallelConfig(tensor_parallel_size=RANKS, enable_expert_parallel=BY_EXPERTS)

@@ -21,7 +21,7 @@ def test_vllms_own_key_is_let_through():
 @pytest.mark.parametrize(
     ("raw", "line"),
     [
-        ({"fia_splt": "auto"}, "unknown key 'fia_splt'. Did you mean 'fia_split'? Known keys: fia_split, mla_"),
+        ({"fia_splt": "auto"}, "unknown key 'fia_splt'. Did you mean 'fia_split'? Known keys: fia_split, indexer_c8"),
         ({"enable_dsa_cp": True}, "unknown key 'enable_dsa_cp'. Did you mean '"),
         ({"fia_split": "maybe"}, "fia_split: Input should be 'auto', 'always' or 'never', got 'maybe'."),
         ({"fia_split": None}, "fia_split: "),

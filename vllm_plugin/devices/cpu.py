@@ -58,7 +58,7 @@ class CpuParityWorker(CPUWorker):
         distributed_init_method: str,
         is_driver_worker: bool = False,
     ) -> None:
-        CpuParityPlatform.hosts_model = True
+        CpuParityPlatform.workers.add(self)
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=is_driver_worker)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
@@ -74,4 +74,4 @@ class CpuParityWorker(CPUWorker):
     def shutdown(self) -> None:
         """Release the model; what is left of this process is a plain CPU process again."""
         super().shutdown()
-        CpuParityPlatform.hosts_model = False
+        CpuParityPlatform.workers.discard(self)
