@@ -11,12 +11,13 @@ from planner.report import quantity, unsourced
 
 # Okabe and Ito's colours, told apart by colour-blind eyes as well; black, the first of them, is the page's ink.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
-WIDTH, LEFT, RIGHT, TOP = 720, 84, 16, 14
-LINES_HEIGHT, BAR_HEIGHT, BAR_GAP = 300, 22, 10
-LABEL = 190  # of a bar, in front of it
+WIDTH, LEFT, RIGHT, TOP = 560, 72, 16, 14
+LINES_HEIGHT, BAR_HEIGHT, BAR_GAP = 300, 18, 9
+LABEL = 180  # of a bar, in front of it
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --rule: #d8dde3; --page: #fff; --panel: #f6f8fa; --warn: #9a6700 }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --rule: #d8dde3; --page: #fff; --panel: #f6f8fa;
+  --warn: #9a6700 }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e9ee; --soft: #9aa4b1; --rule: #343b45; --page: #14171c; --panel: #1c2027; --warn: #d8a531 } }
 body { margin: 0 auto; max-width: 1180px; padding: 24px; background: var(--page); color: var(--ink);
@@ -25,13 +26,15 @@ h1 { font-size: 22px; margin: 0 0 16px } h2 { font-size: 16px; margin: 0 0 8px }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(520px, 100%), 1fr)); gap: 16px }
 figure, section { margin: 0 0 16px; padding: 16px; background: var(--panel); border: 1px solid var(--rule); border-radius: 8px }
 figure { margin: 0 } section { overflow-x: auto } svg { width: 100%; height: auto; display: block }
-svg text { fill: var(--soft); font: 12px system-ui, sans-serif } svg .name { fill: var(--ink) } svg .grid { stroke: var(--rule) }
+svg text { fill: var(--soft); font: 12px system-ui, sans-serif } svg .name { fill: var(--ink) }
+svg .grid { stroke: var(--rule) }
 figcaption, li { color: var(--soft); font-size: 13px } ul { margin: 8px 0 0; padding-left: 20px }
-.key { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px } .key i { display: inline-block; width: 10px; height: 10px;
-  border-radius: 2px; margin-right: 6px }
-table { border-collapse: collapse; width: 100%; font-size: 13px } td { border-top: 1px solid var(--rule); padding: 4px 12px 4px 0;
-  vertical-align: top } td:nth-child(2) { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
-td:nth-child(n+3) { color: var(--soft) } .unsourced { color: var(--warn); font-weight: 600 }
+.key { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px }
+.key i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 6px }
+table { border-collapse: collapse; width: 100%; font-size: 13px }
+td { border-top: 1px solid var(--rule); padding: 4px 12px 4px 0; vertical-align: top }
+td:nth-child(2) { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+td:nth-child(n+3) { color: var(--soft) } td.unsourced { color: var(--warn); font-weight: 600 }
 pre { overflow-x: auto; padding: 12px; background: var(--page); border: 1px solid var(--rule); border-radius: 6px; margin: 0 }
 """
 
@@ -128,21 +131,21 @@ def _bars(chart: Bars) -> str:
         return ""
     names = list(dict.fromkeys(name for _, parts in chart.rows for name, value in parts.items() if value > 0))
     largest = max(sum(parts.values()) for _, parts in chart.rows) or 1.0
-    room = WIDTH - LABEL - RIGHT - 80  # what the sum's text takes
+    room = WIDTH - LABEL - RIGHT - 62  # what the sum's text takes
 
     def marks() -> Iterator[str]:
         for row, (label, parts) in enumerate(chart.rows):
             y, x = TOP + row * (BAR_HEIGHT + BAR_GAP), float(LABEL)
-            yield _text(LABEL - 8, y + BAR_HEIGHT - 7, label, "end", "name")
+            yield _text(LABEL - 8, y + BAR_HEIGHT - 5, label, "end", "name")
             for name, value in parts.items():
                 if value <= 0:
                     continue
                 width = room * value / largest
                 told = escape(f"{label}, {name}: {quantity(value, chart.unit)}")
-                fill = _colour(names.index(name))
-                yield f'<rect x="{x:.1f}" y="{y}" width="{width:.2f}" height="{BAR_HEIGHT}" fill="{fill}"><title>{told}</title></rect>'
+                box = f'x="{x:.1f}" y="{y}" width="{width:.2f}" height="{BAR_HEIGHT}"'
+                yield f'<rect {box} fill="{_colour(names.index(name))}"><title>{told}</title></rect>'
                 x += width
-            yield _text(x + 6, y + BAR_HEIGHT - 7, quantity(sum(parts.values()), chart.unit), "start", "name")
+            yield _text(x + 6, y + BAR_HEIGHT - 5, quantity(sum(parts.values()), chart.unit), "start", "name")
 
     height = TOP + len(chart.rows) * (BAR_HEIGHT + BAR_GAP) + 4
     # One part alone needs no key.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,14 @@ def _explained(figure: Figure, known: dict[str, Figure]) -> str:
     inputs = [other for name, other in known.items() if name != figure.name and name in figure.formula]
     lines += [f"  input     {other.name} = {quantity(other.value, other.unit)} ({other.source})" for other in inputs]
     return "\n".join(lines)
+
+
+def comparison(plans: Mapping[str, Plan]) -> str:
+    """Values of several plans side by side, a row to a figure, for the documents."""
+    columns = [{figure.name: quantity(figure.value, figure.unit) for figure in plan.figures()} for plan in plans.values()]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = (f"| {name} | {' | '.join(column.get(name, '') for column in columns)} |" for name in names)
+    return "\n".join([f"| figure | {' | '.join(plans)} |", "|---|" + "--:|" * len(plans), *rows])
 
 
 def markdown(sections: tuple[Section, ...]) -> str:

@@ -89,9 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _request(args: argparse.Namespace) -> PlanRequest:
     tp = args.tp or 1
-    parallel = Parallel(
-        tp=tp, pp=args.pp, dp=args.dp, dcp=args.dcp, pcp=args.pcp, dsa_cp=args.dsa_cp, ep=args.ep
-    )
+    parallel = Parallel(tp=tp, pp=args.pp, dp=args.dp, dcp=args.dcp, pcp=args.pcp, dsa_cp=args.dsa_cp, ep=args.ep)
     return PlanRequest(
         model=args.model,
         hardware=args.hardware,

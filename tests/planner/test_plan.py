@@ -53,7 +53,9 @@ def test_command_of_a_checkpoint_is_its_folder(tmp_path):
 def test_command_of_other_caches_tiers_and_roles():
     c8 = serve(V32, Parallel(tp=8, pp=2, pcp=2, ep=True), kv_dtype="c8")
     assert """--additional-config '{"sparse_kv_c8": true, "indexer_c8": true}'""" in c8
-    assert {"--pipeline-parallel-size 2", "--prefill-context-parallel-size 2", "--enable-expert-parallel"} <= set(c8.split(" \\\n  "))
+    assert {"--pipeline-parallel-size 2", "--prefill-context-parallel-size 2", "--enable-expert-parallel"} <= set(
+        c8.split(" \\\n  ")
+    )
     assert "additional-config" not in serve(LLAMA, Parallel(), kv_dtype="c8")
     assert "--kv-cache-dtype fp8" in serve(LLAMA, Parallel(), kv_dtype="fp8")
     assert "--kv-offloading-size 3" in serve(LLAMA, Parallel(), offload=("host", 2.1 * 2**30))

@@ -145,7 +145,7 @@ def test_the_page_is_whole_and_asks_nobody():
 def test_plots_stand_inside_their_frame():
     written = page(PLAN)
     for x, y in re.findall(r'cx="([\d.-]+)" cy="([\d.-]+)"', written):
-        assert 0 <= float(x) <= 720
+        assert 0 <= float(x) <= 560
         assert 0 <= float(y) <= 300
     bars = [tuple(map(float, found)) for found in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', written)]
     assert len(bars) == 3
