@@ -13,13 +13,13 @@ from planner.parallel import Parallel
 BLOCK_SIZE = 128  # tokens; the one size that prefill has on every device (docs/architecture.md)
 GIB = 2**30
 # vLLM's names of its connectors (vllm/distributed/kv_transfer/kv_connector/factory.py).
-TRANSFER = {"npu": "MooncakeConnector", "cuda": "NixlConnector"}
+TRANSFER = {"npu": "MooncakeConnector", "cuda": "NixlConnector", "auto": "NixlConnector"}
 STORES = {"remote": "MooncakeStoreConnector", "nvme": "LMCacheConnectorV1"}
 
 
 def device_of(hardware: str) -> str:
-    """The plugin's name of a device: Ascend's chips are called by their numbers."""
-    return "npu" if hardware[:1].isdecimal() else "cuda"
+    """The plugin's name of a device: Ascend's chips are called by their numbers. None of ours: "auto"."""
+    return "npu" if hardware[:1].isdecimal() else "auto" if hardware.startswith("TPU") else "cuda"
 
 
 def serve(

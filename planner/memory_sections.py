@@ -1,0 +1,153 @@
+"""The sections of a plan that count bytes: the cache of the prompt, and one card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from planner import memory
+from planner.figure import Figure, PlanError
+from planner.hardware import Hardware
+from planner.model import ModelShape
+from planner.parallel import Parallel, check
+from planner.parts import PlanRequest, Section
+
+BLOCK_SIZE = 128  # tokens; the one size that prefill has on every device (docs/architecture.md)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Memory of one card under a division of the model.
+
+    Attributes:
+        weights, workspace, activations: figures of memory.py; ``activations`` includes what leaves the workspace.
+        left: for KV.
+        fit: requests of prompt and output that fit.
+        tokens: vLLM's "KV cache size".
+    """
+
+    weights: list[Figure]
+    workspace: list[Figure]
+    activations: list[Figure]
+    left: Figure
+    fit: Figure
+    tokens: Figure | None
+
+    @property
+    def used(self) -> float:
+        """Bytes of everything but KV."""
+        latent = sum(figure.value for figure in self.workspace if figure.name == "workspace latent rows")
+        return self.weights[-1].value + self.activations[-1].value + latent
+
+
+def card(model: ModelShape, hardware: Hardware, request: PlanRequest, parallel: Parallel) -> Card:
+    """Weights, workspace and activations of a card, and the requests for which the rest is enough."""
+    length = request.prompt + request.output
+    seats = -(-request.concurrency // parallel.dp)
+    weights = memory.weights(model, request.weight_dtype, parallel)
+    workspace = memory.workspace(model, length, seats, BLOCK_SIZE, parallel)
+    activations = memory.activations(model, request.chunk, length, seats, BLOCK_SIZE, parallel)
+    latent = sum(figure.value for figure in workspace if figure.name == "workspace latent rows")
+    left = memory.left_for_kv(hardware.hbm_bytes.value, weights[-1].value, activations[-1].value, latent)
+    found = memory.caches(model, request.kv_dtype, parallel=parallel)
+    fit = memory.requests_that_fit(found, left.value, length, BLOCK_SIZE)
+    tokens = memory.kv_tokens(found, left.value, length, BLOCK_SIZE) if left.value > 0 else None
+    return Card(weights, workspace, activations, left, fit, tokens)
+
+
+def least_parallel(model: ModelShape, hardware: Hardware, request: PlanRequest) -> Parallel:
+    """The given division with tensor parallelism doubled until the requests fit, or to the most that the model allows.
+
+    Raises:
+        PlanError: if the division is not possible with any.
+    """
+    sizes = [request.parallel.tp << step for step in range(11)] if request.raise_tp else [request.parallel.tp]
+    possible, refused = [], None
+    for tp in sizes:
+        parallel = replace(request.parallel, tp=tp)
+        try:
+            check(model, parallel)
+        except PlanError as error:
+            refused = error
+            continue
+        if card(model, hardware, request, parallel).fit.value * parallel.dp >= request.concurrency:
+            return parallel
+        possible.append(parallel)
+    if not possible and refused:
+        raise refused
+    return possible[-1]
+
+
+def cache_section(model: ModelShape, request: PlanRequest) -> Section:
+    """The cache of one prompt in the whole model, whatever number of cards it is on."""
+    names = {"KV of the rank": "KV of the prompt", "KV that does not grow": "KV of windows and compressors"}
+    found = memory.kv_bytes(model, request.kv_dtype, tokens=request.prompt)
+    figures = [replace(figure, name=names.get(figure.name, figure.name)) for figure in found]
+    whole = memory.named(figures, "KV of the prompt")
+    formula = f"{whole.value:,.0f} B / {request.prompt:,} tokens"
+    per_token = Figure("KV of a token", whole.value / request.prompt, "B", formula, "KV of the prompt, over its tokens")
+    return Section("KV cache of one prompt, whole model", (*figures, per_token), tuple(_cache_notes(model, request, figures)))
+
+
+def _cache_notes(model: ModelShape, request: PlanRequest, figures: list[Figure]) -> list[str]:
+    if model.family not in ("mla", "dsa"):
+        return []
+    layer, every = (memory.named(figures, f"latent rows: {part}").value / 1e9 for part in ("one layer", "all layers"))
+    notes = [
+        f"{layer:.2f} GB is one layer. Each of the {model.layers} layers has rows of its own: {every:.1f} GB. Figures of a "
+        "whole model that look like one layer's have forgotten the layers.",
+        "Tensor parallelism does not divide latent rows: all heads read the same one, so every rank keeps all of them. "
+        "Decode context parallelism (--dcp) and pipeline parallelism divide them.",
+    ]
+    if model.family == "dsa":
+        notes.append("Indexer keys are on every rank, under decode context parallelism too: ranks must pick the same tokens.")
+    if request.kv_dtype == "bf16":
+        half = (model.kv_lora + model.rope_dim) * model.layers * request.prompt / 1e9
+        notes.append(f"{half:.1f} GB, half of the latent rows, would be one byte an element: no 16-bit cache.")
+    return notes
+
+
+def card_section(model: ModelShape, hardware: Hardware, request: PlanRequest, parallel: Parallel, found: Card) -> Section:
+    """What one card holds, and what it has left."""
+    cache = [
+        replace(figure, name=figure.name.replace("KV of the rank", "KV of a card"))
+        for figure in memory.kv_bytes(model, request.kv_dtype, parallel=parallel, tokens=request.prompt)
+        if figure.name == "KV of the rank"
+    ]
+    seats = -(-request.concurrency // parallel.dp)
+    activations = [figure for figure in found.activations if figure.name not in {f.name for f in found.workspace}]
+    figures = [
+        *found.weights,
+        *found.workspace,
+        *(replace(figure, name=_of_step(figure.name)) for figure in activations),
+        found.left,
+        *cache,
+        *memory.block_figures(request.prompt, BLOCK_SIZE, seats, parallel),
+        found.fit,
+        *([found.tokens] if found.tokens else []),
+    ]
+    return Section("Memory of one card", tuple(figures), tuple(_card_notes(hardware, request, parallel, found)))
+
+
+def _of_step(name: str) -> str:
+    return name if name == "activation peak" else f"activations: {name}"
+
+
+def _card_notes(hardware: Hardware, request: PlanRequest, parallel: Parallel, found: Card) -> list[str]:
+    notes = []
+    length = request.prompt + request.output
+    if found.left.value <= 0:
+        notes.append(f"Does not fit: weights, activations and workspace leave nothing of the card's {hardware.hbm_bytes.value / 1e9:.0f} GB.")
+    elif found.fit.value * parallel.dp < request.concurrency:
+        notes.append(f"Does not fit: {request.concurrency} requests of {length:,} tokens at once were asked for.")
+    latent = next((figure for figure in found.workspace if figure.name == "workspace latent rows"), None)
+    if latent:
+        up = sum(figure.value for figure in found.workspace if figure.name.startswith("up-projected"))
+        notes.append(
+            f"The workspace's latent rows take {latent.value / 1e6:.0f} MB ({latent.value / 2**20:.0f} MiB); the 288 MB that is "
+            f"often quoted for 131,072 tokens is twice that. What is large are the keys and values made of them: {up / 1e9:.2f} GB."
+        )
+    notes.append(
+        f"A card's {hardware.hbm_bytes.value / 1e9:.0f} GB are decimal, {hardware.hbm_bytes.value / 2**30:.1f} GiB; vLLM takes "
+        f"{memory.UTILIZATION:.0%} of them (--gpu-memory-utilization) and counts in GiB."
+    )
+    return notes
