@@ -49,6 +49,7 @@ class ModelShape:
         experts_per_token: routed experts that a token visits.
         shared_experts: experts that every token visits.
         moe_hidden: width of an expert.
+        router_bias: the router adds a bias to each expert's score.
         dense_hidden: width of a dense layer's feed-forward.
         dense_layers: layers without experts.
         mtp_layers: layers for multi-token prediction.
@@ -83,6 +84,7 @@ class ModelShape:
     experts_per_token: int = 0
     shared_experts: int = 0
     moe_hidden: int = 0
+    router_bias: bool = False
     dense_hidden: int = 0
     dense_layers: int = 0
     mtp_layers: int = 0
@@ -181,6 +183,7 @@ def _experts(config: _Config, layers: int) -> dict[str, Any]:
         "moe_hidden": config.count("moe_intermediate_size"),
         "dense_hidden": config.count("intermediate_size") if dense else 0,
         "dense_layers": dense,
+        "router_bias": config.get("topk_method") == "noaux_tc",
     }
 
 
