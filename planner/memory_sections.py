@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from planner import memory
@@ -9,9 +10,10 @@ from planner.figure import Figure, PlanError
 from planner.hardware import Hardware
 from planner.model import ModelShape
 from planner.parallel import Parallel, check
-from planner.parts import PlanRequest, Section
+from planner.parts import Lines, PlanRequest, Section
 
 BLOCK_SIZE = 128  # tokens; the one size that prefill has on every device (docs/architecture.md)
+LENGTHS = tuple(1 << power for power in range(12, 21))  # of plots: 4K to 1M
 
 
 @dataclass(frozen=True)
@@ -55,19 +57,21 @@ def card(model: ModelShape, hardware: Hardware, request: PlanRequest, parallel: 
 
 
 def least_parallel(model: ModelShape, hardware: Hardware, request: PlanRequest) -> Parallel:
-    """The given division with tensor parallelism doubled until the requests fit, or to the most that the model allows.
+    """The division that is asked for, or the one on the fewest cards with which the requests fit; if none does, the largest.
 
     Raises:
-        PlanError: if the division is not possible with any.
+        PlanError: if the model cannot be divided so.
     """
-    sizes = [request.parallel.tp << step for step in range(11)] if request.raise_tp else [request.parallel.tp]
-    possible, refused = [], None
-    for tp in sizes:
-        parallel = replace(request.parallel, tp=tp)
+    if not request.fit:
+        check(model, request.parallel)
+        return request.parallel
+    possible: list[Parallel] = []
+    refused: PlanError | None = None
+    for parallel in _larger(request.parallel):
         try:
             check(model, parallel)
         except PlanError as error:
-            refused = error
+            refused = refused or error
             continue
         if card(model, hardware, request, parallel).fit.value * parallel.dp >= request.concurrency:
             return parallel
@@ -75,6 +79,15 @@ def least_parallel(model: ModelShape, hardware: Hardware, request: PlanRequest) 
     if not possible and refused:
         raise refused
     return possible[-1]
+
+
+def _larger(parallel: Parallel) -> Iterator[Parallel]:
+    """Tensor parallelism doubled; for each the cache whole, then divided among as many ranks as may be."""
+    for step in range(11):
+        tp = parallel.tp << step
+        yield replace(parallel, tp=tp)
+        if parallel.dcp == 1:
+            yield from (replace(parallel, tp=tp, dcp=1 << shift) for shift in range(1, tp.bit_length()))
 
 
 def cache_section(model: ModelShape, request: PlanRequest) -> Section:
@@ -121,7 +134,7 @@ def card_section(model: ModelShape, hardware: Hardware, request: PlanRequest, pa
         *(replace(figure, name=_of_step(figure.name)) for figure in activations),
         found.left,
         *cache,
-        *memory.block_figures(request.prompt, BLOCK_SIZE, seats, parallel),
+        *memory.blocks(request.prompt, BLOCK_SIZE, seats, parallel),
         found.fit,
         *([found.tokens] if found.tokens else []),
     ]
@@ -136,18 +149,41 @@ def _card_notes(hardware: Hardware, request: PlanRequest, parallel: Parallel, fo
     notes = []
     length = request.prompt + request.output
     if found.left.value <= 0:
-        notes.append(f"Does not fit: weights, activations and workspace leave nothing of the card's {hardware.hbm_bytes.value / 1e9:.0f} GB.")
+        notes.append(
+            f"Does not fit: weights, activations and workspace leave nothing of the card's {hardware.hbm_bytes.value / 1e9:.0f} GB."
+        )
     elif found.fit.value * parallel.dp < request.concurrency:
         notes.append(f"Does not fit: {request.concurrency} requests of {length:,} tokens at once were asked for.")
-    latent = next((figure for figure in found.workspace if figure.name == "workspace latent rows"), None)
-    if latent:
+    if latent := next((figure for figure in found.workspace if figure.name == "workspace latent rows"), None):
         up = sum(figure.value for figure in found.workspace if figure.name.startswith("up-projected"))
         notes.append(
-            f"The workspace's latent rows take {latent.value / 1e6:.0f} MB ({latent.value / 2**20:.0f} MiB); the 288 MB that is "
-            f"often quoted for 131,072 tokens is twice that. What is large are the keys and values made of them: {up / 1e9:.2f} GB."
+            f"The workspace's latent rows take {latent.value / 1e6:.0f} MB; 131,072 of them take 151 MB (144 MiB), and the 288 MB "
+            f"that is often quoted is twice that. The keys and values made of them are this card's heads': {up / 1e9:.2f} GB."
         )
     notes.append(
         f"A card's {hardware.hbm_bytes.value / 1e9:.0f} GB are decimal, {hardware.hbm_bytes.value / 2**30:.1f} GiB; vLLM takes "
         f"{memory.UTILIZATION:.0%} of them (--gpu-memory-utilization) and counts in GiB."
     )
     return notes
+
+
+def memory_lines(model: ModelShape, hardware: Hardware, request: PlanRequest, parallel: Parallel) -> Lines:
+    """Memory of one card against the prompt's length."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    seats = -(-request.concurrency // parallel.dp)
+    found = memory.caches(model, request.kv_dtype, parallel=parallel)
+    for length in LENGTHS:
+        filled = card(model, hardware, replace(request, prompt=length), parallel)
+        cache = seats * memory.request_bytes(found, length + request.output, BLOCK_SIZE)
+        other = filled.used - filled.weights[-1].value
+        values = {
+            "weights": filled.weights[-1].value,
+            "activations, workspace": other,
+            "KV": cache,
+            "all of it": filled.used + cache,
+            "what vLLM takes of the card": hardware.hbm_bytes.value * memory.UTILIZATION,
+        }
+        for name, value in values.items():
+            lines.setdefault(name, []).append((length, value))
+    fixed = {name: tuple(points) for name, points in lines.items()}
+    return Lines("Memory of one card against length", "B", fixed, f"{seats} request(s) a card, cache in {request.kv_dtype}")

@@ -19,7 +19,7 @@ class PlanRequest:
         prompt, output: tokens of a request.
         concurrency: requests at once.
         parallel: how the model is divided.
-        raise_tp: take the least tensor parallelism, from ``parallel.tp`` on, with which the requests fit.
+        fit: raise tensor parallelism from ``parallel.tp`` on, and use decode context parallelism, until the requests fit.
         kv_dtype, weight_dtype: of what is stored.
         chunk: tokens of a prefill step.
         disaggregate: prefill and decode on instances of their own, ``link_gbps`` (Gb/s) between them.
@@ -33,7 +33,7 @@ class PlanRequest:
     output: int = 1024
     concurrency: int = 1
     parallel: Parallel = Parallel()
-    raise_tp: bool = True
+    fit: bool = True
     kv_dtype: str = "bf16"
     weight_dtype: str = "bf16"
     chunk: int = 8192

@@ -1,91 +1,30 @@
-"""A whole plan: what was asked, the figures that answer it, what to plot, and the command line that serves it."""
+"""A whole plan: the request's model and hardware read, the figures that answer it, what to plot, and the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from planner import command, hardware, memory_sections
+from planner.model import read_model
+from planner.parts import Bars, Lines, Plan, PlanRequest, Section
+from planner.weights import PRECISIONS
 
-from planner.figure import Figure
-from planner.parallel import Parallel
+__all__ = ["KV_DTYPES", "OFFLOAD_TIERS", "WEIGHT_DTYPES", "Bars", "Lines", "Plan", "PlanRequest", "Section", "make_plan"]
 
 KV_DTYPES = ("bf16", "fp8", "c8")
-WEIGHT_DTYPES = ("bf16", "fp8")
+WEIGHT_DTYPES = tuple(PRECISIONS)
 OFFLOAD_TIERS = ("host", "remote", "nvme")
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """What is asked.
+def make_plan(request: PlanRequest) -> Plan:
+    """The answer to a request.
 
-    Attributes:
-        model: path of a config.json, or of its folder.
-        hardware: a name of hardware.toml.
-        prompt, output: tokens of a request.
-        concurrency: requests at once.
-        parallel: how the model is divided; None: by the least tensor parallelism on which it fits.
-        kv_dtype, weight_dtype: of what is stored.
-        chunk: tokens of a prefill step.
-        disaggregate: prefill and decode on instances of their own, ``link_gbps`` (Gb/s) between them.
-        offload: a tier for KV that is not in use.
-        ttft, tpot: seconds to reach, for the smallest configuration.
+    Raises:
+        PlanError: for a model, hardware, dtype or division that is not known; the message lists those that are.
     """
-
-    model: str
-    hardware: str = "910C"
-    prompt: int = 131072
-    output: int = 1024
-    concurrency: int = 1
-    parallel: Parallel | None = None
-    kv_dtype: str = "bf16"
-    weight_dtype: str = "bf16"
-    chunk: int = 8192
-    disaggregate: bool = False
-    link_gbps: float | None = None
-    offload: str | None = None
-    ttft: float | None = None
-    tpot: float | None = None
-
-
-@dataclass(frozen=True)
-class Section:
-    """Figures that belong together, and what to know about them."""
-
-    title: str
-    figures: tuple[Figure, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Named lines over prompt lengths, in one unit."""
-
-    title: str
-    unit: str
-    lines: Mapping[str, tuple[tuple[float, float], ...]]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Bars:
-    """Labelled bars, each of named parts that add up to it, in one unit."""
-
-    title: str
-    unit: str
-    rows: tuple[tuple[str, Mapping[str, float]], ...]
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The answer."""
-
-    title: str
-    request: PlanRequest
-    sections: tuple[Section, ...]
-    command: str
-    lines: tuple[Lines, ...] = field(default=())
-    bars: tuple[Bars, ...] = field(default=())
-
-    def figures(self) -> Iterator[Figure]:
-        """Of all sections."""
-        return (figure for section in self.sections for figure in section.figures)
+    model, device = read_model(request.model), hardware.load(request.hardware)
+    parallel = memory_sections.least_parallel(model, device, request)
+    card = memory_sections.card(model, device, request, parallel)
+    sections = (
+        memory_sections.cache_section(model, request),
+        memory_sections.card_section(model, device, request, parallel, card),
+    )
+    return Plan(model.name, request, sections, "")

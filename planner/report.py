@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 # Decimal, as datasheets count; `--explain` adds the binary figure, in which vLLM's log counts.
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+SCALED = ("B", "B/s", "FLOP", "FLOP/s", "OP/s", "bit/s")
 GIB = 2**30
 UNSOURCED = "unsourced"
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value as people read it: three digits with a prefix, counts in full."""
+    """A value as people read it: three digits with a prefix, what is counted in full."""
     if unit == "s":
         return _time(value)
-    if unit in ("tokens", "1", ""):
-        text = f"{value:,.0f}" if value == round(value) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-        return text if unit in ("1", "") else f"{text} {unit}"
+    # One row's or one token's bytes are exact and stay so: 1,152 B, not 1.15 kB.
+    if unit not in SCALED or (unit == "B" and abs(value) < 1e6):
+        text = f"{value:,.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:,.3g}"
+        return f"{text} {unit}".removesuffix(" 1").rstrip()
     scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, ""))
-    # Bytes of one row are exact and stay so: 1,152 B, not 1.15 kB.
-    if unit.startswith("B") and abs(value) < 1e4:
-        return f"{value:,.0f} {unit}" if value == round(value) else f"{value:,.1f} {unit}"
     return f"{_three(value / scale)} {prefix}{unit}"
 
 
