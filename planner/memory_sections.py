@@ -49,7 +49,7 @@ def card(model: ModelShape, hardware: Hardware, request: PlanRequest, parallel: 
     workspace = memory.workspace(model, length, seats, BLOCK_SIZE, parallel)
     activations = memory.activations(model, request.chunk, length, seats, BLOCK_SIZE, parallel)
     latent = sum(figure.value for figure in workspace if figure.name == "workspace latent rows")
-    left = memory.left_for_kv(hardware.hbm_bytes.value, weights[-1].value, activations[-1].value, latent)
+    left = memory.left_for_kv(hardware.need("hbm_bytes").value, weights[-1].value, activations[-1].value, latent)
     found = memory.caches(model, request.kv_dtype, parallel=parallel)
     fit = memory.requests_that_fit(found, left.value, length, BLOCK_SIZE)
     tokens = memory.kv_tokens(found, left.value, length, BLOCK_SIZE) if left.value > 0 else None
@@ -147,22 +147,20 @@ def _of_step(name: str) -> str:
 
 def _card_notes(hardware: Hardware, request: PlanRequest, parallel: Parallel, found: Card) -> list[str]:
     notes = []
-    length = request.prompt + request.output
+    size, length = hardware.need("hbm_bytes").value, request.prompt + request.output
     if found.left.value <= 0:
-        notes.append(
-            f"Does not fit: weights, activations and workspace leave nothing of the card's {hardware.hbm_bytes.value / 1e9:.0f} GB."
-        )
+        notes.append(f"DOES NOT FIT: weights, activations and workspace take more than vLLM's share of {size / 1e9:.0f} GB.")
     elif found.fit.value * parallel.dp < request.concurrency:
-        notes.append(f"Does not fit: {request.concurrency} requests of {length:,} tokens at once were asked for.")
+        notes.append(f"DOES NOT FIT: {request.concurrency} request(s) of {length:,} tokens at once were asked for.")
     if latent := next((figure for figure in found.workspace if figure.name == "workspace latent rows"), None):
         up = sum(figure.value for figure in found.workspace if figure.name.startswith("up-projected"))
         notes.append(
-            f"The workspace's latent rows take {latent.value / 1e6:.0f} MB; 131,072 of them take 151 MB (144 MiB), and the 288 MB "
-            f"that is often quoted is twice that. The keys and values made of them are this card's heads': {up / 1e9:.2f} GB."
+            f"The workspace's latent rows take {latent.value / 1e6:.0f} MB. 131,072 of them would take 151 MB (144 MiB); the "
+            f"288 MB that is often quoted is twice that. Up-projected, for this card's heads, they take {up / 1e9:.2f} GB."
         )
     notes.append(
-        f"A card's {hardware.hbm_bytes.value / 1e9:.0f} GB are decimal, {hardware.hbm_bytes.value / 2**30:.1f} GiB; vLLM takes "
-        f"{memory.UTILIZATION:.0%} of them (--gpu-memory-utilization) and counts in GiB."
+        f"A card's {size / 1e9:.0f} GB are decimal, {size / 2**30:.1f} GiB; vLLM takes {memory.UTILIZATION:.0%} of them "
+        "(--gpu-memory-utilization) and counts in GiB."
     )
     return notes
 
@@ -181,7 +179,7 @@ def memory_lines(model: ModelShape, hardware: Hardware, request: PlanRequest, pa
             "activations, workspace": other,
             "KV": cache,
             "all of it": filled.used + cache,
-            "what vLLM takes of the card": hardware.hbm_bytes.value * memory.UTILIZATION,
+            "what vLLM takes of the card": hardware.need("hbm_bytes").value * memory.UTILIZATION,
         }
         for name, value in values.items():
             lines.setdefault(name, []).append((length, value))

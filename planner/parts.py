@@ -21,6 +21,7 @@ class PlanRequest:
         parallel: how the model is divided.
         fit: raise tensor parallelism from ``parallel.tp`` on, and use decode context parallelism, until the requests fit.
         kv_dtype, weight_dtype: of what is stored.
+        efficiency: a profile of hardware.toml: the shares of peak that ops reach.
         chunk: tokens of a prefill step.
         disaggregate: prefill and decode on instances of their own, ``link_gbps`` (Gb/s) between them.
         offload: a tier for KV that is not in use.
@@ -32,10 +33,11 @@ class PlanRequest:
     prompt: int = 131072
     output: int = 1024
     concurrency: int = 1
-    parallel: Parallel = Parallel()
+    parallel: Parallel = field(default_factory=Parallel)
     fit: bool = True
     kv_dtype: str = "bf16"
     weight_dtype: str = "bf16"
+    efficiency: str = "best"
     chunk: int = 8192
     disaggregate: bool = False
     link_gbps: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SCALED = ("B", "B/s", "FLOP", "FLOP/s", "OP/s", "bit/s")
 GIB = 2**30
 UNSOURCED = "unsourced"
+# Left out where plans stand side by side: what adds up to another figure, and the hardware itself.
+DETAILS = re.compile("weights: |activations: |hardware: |.*compressor state: |.*: .*: ")
 
 
 def quantity(value: float, unit: str) -> str:
@@ -55,7 +58,8 @@ def show(plan: Plan, console: Console) -> None:
         table = Table(title=section.title, title_justify="left", expand=True)
         table.add_column("figure")
         table.add_column("value", justify="right", no_wrap=True)
-        table.add_column("from", ratio=1)
+        # A long formula is cut here; --explain has it whole.
+        table.add_column("from", ratio=1, no_wrap=True, overflow="ellipsis")
         for figure in section.figures:
             mark = "[yellow]unsourced[/] " if unsourced(figure) else ""
             table.add_row(escape(figure.name), escape(quantity(figure.value, figure.unit)), mark + escape(figure.formula))
@@ -112,7 +116,7 @@ def _explained(figure: Figure, known: dict[str, Figure]) -> str:
 def comparison(plans: Mapping[str, Plan]) -> str:
     """Values of several plans side by side, a row to a figure, for the documents."""
     columns = [{figure.name: quantity(figure.value, figure.unit) for figure in plan.figures()} for plan in plans.values()]
-    names = dict.fromkeys(name for column in columns for name in column)
+    names = dict.fromkeys(name for column in columns for name in column if not DETAILS.match(name))
     rows = (f"| {name} | {' | '.join(column.get(name, '') for column in columns)} |" for name in names)
     return "\n".join([f"| figure | {' | '.join(plans)} |", "|---|" + "--:|" * len(plans), *rows])
 

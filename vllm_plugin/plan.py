@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from planner import report
 from planner.figure import PlanError
 from planner.parallel import Parallel
 from planner.plan import KV_DTYPES, OFFLOAD_TIERS, WEIGHT_DTYPES, PlanRequest, make_plan
-
-# As vllm_plugin.demo has it, which would load more than this command needs.
 
 
 def _positive(text: str) -> int:
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=_positive, default=1024, metavar="TOKENS", help="default: %(default)s")
     add("--concurrency", type=_positive, default=1, metavar="REQUESTS", help="requests at once; default: %(default)s")
     for flag, meaning in (
-        ("--tp", "tensor parallel; default: the fewest cards of a node on which the prompt fits"),
+        ("--tp", "tensor parallel; default: the fewest cards on which the requests fit, with DCP where that helps"),
         ("--pp", "pipeline parallel"),
         ("--dp", "data parallel"),
         ("--dcp", "ranks of TP among which the KV cache is divided for decode"),
@@ -53,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ep", action="store_true", help="whole experts to a rank instead of parts of each")
     add("--kv-dtype", choices=KV_DTYPES, default="bf16", help="default: %(default)s")
     add("--weight-dtype", choices=WEIGHT_DTYPES, default="bf16", help="default: %(default)s")
+    add("--efficiency", default="best", metavar="PROFILE", help="shares of peak that ops reach: best published, or plugin")
     add("--chunk", type=_positive, default=8192, metavar="TOKENS", help="of chunked prefill; default: %(default)s")
     add("--disaggregate", action="store_true", help="prefill and decode on instances of their own")
     add("--link-gbps", type=_seconds, metavar="Gb/s", help="between them; default: the hardware's scale-out link")
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         plan = make_plan(_request(args))
         explained = report.explain(plan, args.explain) if args.explain else None
     except PlanError as error:
-        print(f"vllm-npu-parity plan: {error}", file=sys.stderr)
+        print(f"vllm-npu-parity plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if args.html:
         from planner.html import page
@@ -88,24 +88,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:
-    tp = args.tp or 1
-    parallel = Parallel(tp=tp, pp=args.pp, dp=args.dp, dcp=args.dcp, pcp=args.pcp, dsa_cp=args.dsa_cp, ep=args.ep)
-    return PlanRequest(
-        model=args.model,
-        hardware=args.hardware,
-        prompt=args.prompt,
-        output=args.output,
-        concurrency=args.concurrency,
-        parallel=parallel,
-        kv_dtype=args.kv_dtype,
-        weight_dtype=args.weight_dtype,
-        chunk=args.chunk,
-        disaggregate=args.disaggregate,
-        link_gbps=args.link_gbps,
-        offload=args.offload,
-        ttft=args.ttft,
-        tpot=args.tpot,
-    )
+    sizes = {name: getattr(args, name) for name in ("pp", "dp", "dcp", "pcp", "dsa_cp", "ep")}
+    same = {field.name: getattr(args, field.name) for field in fields(PlanRequest) if hasattr(args, field.name)}
+    return PlanRequest(**same, parallel=Parallel(tp=args.tp or 1, **sizes), fit=args.tp is None)
 
 
 def _write(name: str, text: str) -> None:
