@@ -60,7 +60,8 @@ def test_v4_as_transformers_names_its_layers():
     [
         # GLM-5.2: the first three layers score, then every fourth.
         ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, 21),
-        ({"index_topk_freq": 4}, 20),
+        ({"index_topk_freq": 3}, 27),
+        ({"index_topk_freq": 3, "index_skip_topk_offset": 3}, 28),
         ({"index_topk_freq": 1}, 78),
         ({"index_topk_pattern": "FS" * 39, "index_topk_freq": 1}, 39),
         ({"indexer_types": ["full", *["shared"] * 77], "index_topk_pattern": "F" * 78}, 1),
