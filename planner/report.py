@@ -19,6 +19,7 @@ PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 SCALED = ("B", "B/s", "FLOP", "FLOP/s", "OP/s", "bit/s")
 GIB = 2**30
 UNSOURCED = "unsourced"
+WIDE = 110  # columns of a terminal; below, formulas are left to --explain
 # Left out where plans stand side by side: what adds up to another figure, and the hardware itself.
 DETAILS = re.compile("weights: |activations: |hardware: |.*compressor state: |.*: .*: ")
 
@@ -53,16 +54,21 @@ def show(plan: Plan, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    wide = console.width >= WIDE
     console.print(f"[bold]{escape(plan.title)}[/]\n")
     for section in plan.sections:
         table = Table(title=section.title, title_justify="left", expand=True)
         table.add_column("figure")
         table.add_column("value", justify="right", no_wrap=True)
-        # A long formula is cut here; --explain has it whole.
-        table.add_column("from", ratio=1, no_wrap=True, overflow="ellipsis")
+        if wide:
+            # A long formula is cut here; --explain has it whole.
+            table.add_column("from", ratio=1, no_wrap=True, overflow="ellipsis")
         for figure in section.figures:
             mark = "[yellow]unsourced[/] " if unsourced(figure) else ""
-            table.add_row(escape(figure.name), escape(quantity(figure.value, figure.unit)), mark + escape(figure.formula))
+            value = escape(quantity(figure.value, figure.unit))
+            table.add_row(
+                escape(figure.name), value if wide else mark + value, *([mark + escape(figure.formula)] if wide else [])
+            )
         console.print(table)
         for note in section.notes:
             console.print(f"[dim]·[/] {escape(note)}")

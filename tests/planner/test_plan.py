@@ -94,3 +94,145 @@ def test_obstacles_are_told():
         assert part in told
     assert not list(command.obstacles(v32, Parallel(), **usual | {"kv_dtype": "c8"}))
     assert "c8" in " ".join(command.obstacles(read_model(LLAMA), Parallel(), **usual | {"kv_dtype": "c8"}))
+
+
+def test_every_figure_of_every_plan_is_unique_and_has_formula_and_source():
+    for config in ("deepseek_v32", "deepseek_v3", "deepseek_v4_pro", "llama3_70b", "qwen3_235b", "glm5"):
+        for hardware in ("910C", "H200"):
+            request = PlanRequest(str(CONFIGS / f"{config}.json"), hardware, prompt=200_000, disaggregate=True)
+            plan = make_plan(replace(request, offload="remote"))
+            names = [figure.name for figure in plan.figures()]
+            assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
+            assert all(figure.formula and figure.source and figure.unit for figure in plan.figures())
+            assert report.explain(plan, "all").count("  source  ") == len(names)
+
+
+@pytest.fixture(scope="module")
+def million():
+    return make_plan(PlanRequest(V32, "H200", prompt=1_000_000, disaggregate=True, link_gbps=400))
+
+
+def value(plan, name):
+    [figure] = [figure for figure in plan.figures() if figure.name == name]
+    return figure.value
+
+
+def test_a_million_tokens_of_v32(million):
+    assert value(million, "latent rows: row") == 1152
+    assert value(million, "latent rows: one layer") == 1.152e9
+    assert value(million, "latent rows: all layers") == 61 * 1.152e9
+    assert value(million, "KV of a token") == 61 * (1152 + 256)
+    tokens = {"blocks": 7813}
+    assert million.request.parallel.dcp == 1 or value(million, "blocks") < tokens["blocks"]
+    notes = " ".join(note for section in million.sections for note in section.notes)
+    for part in ("forgotten the layers", "every rank keeps all", "35.1 GB", "twice that", "scores every pair"):
+        assert part in notes
+
+
+def test_blocks_of_one_card_without_dcp():
+    plan = make_plan(PlanRequest(V32, prompt=1_000_000, parallel=Parallel(tp=8), fit=False))
+    assert value(plan, "blocks") == 7813
+    assert "DOES NOT FIT" in plan.sections[1].notes[0]
+
+
+def test_a_layer_of_latents_over_400_gbps_takes_23_ms(tmp_path):
+    mla = CONFIGS / "deepseek_v3.json"
+    plan = make_plan(
+        PlanRequest(str(mla), prompt=1_000_000, parallel=Parallel(tp=8), fit=False, disaggregate=True, link_gbps=400)
+    )
+    assert value(plan, "one layer's transfer") == pytest.approx(0.02304)
+    assert value(plan, "transfer after prefill") == pytest.approx(61 * 0.02304)
+    # The prefill takes far longer than the link: all but the last layer hides behind it.
+    assert value(plan, "transfer by layer, exposed") == pytest.approx(0.02304)
+    assert value(plan, "buffer of decode, whole") == pytest.approx(61 * value(plan, "buffer of decode, by layer"))
+
+
+def test_parts_of_a_prefill_add_up(million):
+    parts = [value(million, f"prefill: {part}") for part in ("indexer", "attention", "projections", "moe", "communication")]
+    assert sum(parts) == pytest.approx(value(million, "time to the first token"))
+    assert value(million, "prompt tokens a second") == pytest.approx(1e6 / sum(parts))
+    answer = value(million, "time to the first token") + 1024 * value(million, "decode step")
+    assert value(million, "a whole answer") == pytest.approx(answer)
+
+
+def test_the_fewest_cards_are_taken_on_which_the_requests_fit():
+    plan = make_plan(PlanRequest(LLAMA, "H200", prompt=1_000_000))
+    fewer = replace(plan.request.parallel, tp=plan.request.parallel.tp // 2)
+    assert value(plan, "requests that fit") >= 1
+    assert value(make_plan(replace(plan.request, parallel=fewer)), "requests that fit") == 0
+    more = make_plan(PlanRequest(LLAMA, "H200", prompt=1_000_000, concurrency=2))
+    assert more.request.parallel.tp > plan.request.parallel.tp
+    assert value(more, "the last request's first token") == pytest.approx(2 * value(more, "time to the first token"))
+
+
+def test_reload_and_recompute():
+    request = PlanRequest(LLAMA, "H200", prompt=100_000, offload="host")
+    plan = make_plan(request)
+    total = value(plan, "KV of a card")
+    assert value(plan, "reload from host") == pytest.approx(total / 64e9)
+    assert value(plan, "recompute") == value(plan, "time to the first token")
+    assert value(plan, "break-even bandwidth") == pytest.approx(total / value(plan, "recompute"))
+    assert value(make_plan(replace(request, offload="nvme", link_gbps=56)), "reload from nvme") == pytest.approx(total / 7e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hardware": "910Z"}, "Known are H100"),
+        ({"model": "nowhere.json"}, "config.json of a model"),
+        ({"parallel": Parallel(tp=7), "fit": False}, "Possible are 1, 2, 4"),
+        ({"parallel": Parallel(tp=7)}, "Possible are 1, 2, 4"),
+        ({"efficiency": "guess"}, "Known are amla, best, plugin"),
+        ({"weight_dtype": "int3"}, "Known are bf16"),
+        ({"kv_dtype": "c8"}, "Known are"),
+        ({"offload": "nvme"}, "--link-gbps"),
+        ({"offload": "host"}, "host_link is not known"),
+        ({"weight_dtype": "fp8"}, "fp8_flops is not known"),
+    ],
+)
+def test_what_is_not_known_is_an_error_that_lists_what_is(changes, message):
+    request = PlanRequest(str(CONFIGS / "deepseek_v3.json"), "910C", parallel=Parallel(tp=16))
+    with pytest.raises(PlanError, match=message):
+        make_plan(replace(request, **changes))
+
+
+def test_the_page_of_a_plan_has_its_plots(million):
+    written = page(million)
+    for title in ("Time to the first token against length", "Memory of one card against length", "A chunk against its context"):
+        assert f"<h2>{title}</h2>" in written
+
+
+def run(*arguments):
+    call = [sys.executable, "-m", "vllm_plugin", "plan", *arguments]
+    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_command_line(tmp_path):
+    files = tmp_path / "plan.json", tmp_path / "plan.html"
+    done = run(LLAMA, "--hardware", "H200", "--prompt", "128K", "--json", str(files[0]), "--html", str(files[1]))
+    assert done.returncode == 0, done.stderr
+    assert "vllm serve llama3_70b" in done.stdout
+    assert json.loads(files[0].read_text())["request"]["prompt"] == 131072
+    assert files[1].read_text().startswith("<!doctype html>")
+    explained = run(LLAMA, "--explain", "decode step")
+    assert explained.stdout.startswith("decode step: ")
+    assert json.loads(run(LLAMA, "--json").stdout)["title"].startswith("llama3_70b on ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((LLAMA, "--hardware", "tpu9"), "Known are H100"),
+        ((V32, "--tp", "7"), "Possible are"),
+        ((LLAMA, "--explain", "nothing like it"), "Known: all,"),
+        ((LLAMA, "--kv-dtype", "int2"), "invalid choice"),
+        ((LLAMA, "--prompt", "0"), "at least 1"),
+        ((LLAMA, "--ttft", "-1"), "above 0"),
+        ((LLAMA, "--html", "/nowhere/at/all.html"), "cannot be written"),
+    ],
+)
+def test_wrong_usage_is_status_2_and_a_line(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr

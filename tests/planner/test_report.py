@@ -90,11 +90,14 @@ def test_json_has_every_figure_with_its_source():
 
 
 def test_tables_show_notes_marks_and_the_command():
-    console = Console(file=io.StringIO(), width=100)
-    report.show(PLAN, console)
-    text = console.file.getvalue()
+    wide, narrow = Console(file=io.StringIO(), width=120), Console(file=io.StringIO(), width=80)
+    for console in (wide, narrow):
+        report.show(PLAN, console)
+    text = wide.file.getvalue()
     assert "70.3 GB" in text
     assert "unsourced given | as is" in text
+    assert "unsourced 25.0 GB/s" in narrow.file.getvalue()
+    assert "given" not in narrow.file.getvalue()
     assert "Every layer keeps its own." in text
     assert "vllm serve model \\\n  --tensor-parallel-size 8\n" in text
 
