@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner import command, hardware, memory, memory_sections, model, time_sections
+from planner import command, hardware, memory, memory_sections, model, route_sections, time_sections
 from planner.figure import Figure
 from planner.hardware import Hardware
 from planner.model import ModelShape
@@ -29,7 +29,9 @@ def make_plan(request: PlanRequest) -> Plan:
         PlanError: for a model, hardware, dtype or division that is not known; the message lists those that are.
     """
     shape, device = model.read_model(request.model), hardware.load(request.hardware)
-    parallel = memory_sections.least_parallel(shape, device, request)
+    fastest = route_sections.smallest(shape, device, request) if request.ttft or request.tpot else None
+    given = None if fastest is None or not request.fit else fastest.parallel
+    parallel = given or memory_sections.least_parallel(shape, device, request)
     card = memory_sections.card(shape, device, request, parallel)
     setting = Setting.of(shape, device, parallel, request)
     done = setting.prefill(request.prompt)
@@ -39,19 +41,22 @@ def make_plan(request: PlanRequest) -> Plan:
         time_sections.prefill_section(setting, done),
         time_sections.decode_section(setting, done.seconds),
     ]
+    if fastest:
+        sections.append(route_sections.smallest_section(request, fastest))
     if request.disaggregate:
         sections.append(time_sections.transfer_section(setting, done))
     if request.offload:
         sections.append(time_sections.offload_section(setting, done, request.offload))
-    sections.append(_hardware_section(device))
+    routes, route_bars = route_sections.routes_section(setting)
+    sections += [routes, _hardware_section(device)]
     cards = f"{parallel.cards} x {device.name}" if parallel.cards > 1 else f"one {device.name}"
     return Plan(
         title=f"{shape.name} on {cards}: {request.prompt:,} tokens",
         request=replace(request, parallel=parallel, fit=False),
         sections=tuple(sections),
         command=_command(shape, device, parallel, request),
-        lines=(time_sections.prefill_lines(setting), memory_sections.memory_lines(shape, device, request, parallel)),
-        bars=(time_sections.chunk_bars(done), time_sections.step_bars(setting)),
+        lines=(time_sections.prefill_lines(setting, done), memory_sections.memory_lines(shape, device, request, parallel)),
+        bars=(time_sections.chunk_bars(done), time_sections.step_bars(setting), *route_bars),
     )
 
 

@@ -21,7 +21,7 @@ GIB = 2**30
 UNSOURCED = "unsourced"
 WIDE = 110  # columns of a terminal; below, formulas are left to --explain
 # Left out where plans stand side by side: what adds up to another figure, and the hardware itself.
-DETAILS = re.compile("weights: |activations: |hardware: |.*compressor state: |.*: .*: ")
+DETAILS = re.compile("weights: |activations: |hardware: |.*compressor state: |.*: activations|.*: .*: ")
 
 
 def quantity(value: float, unit: str) -> str:

@@ -39,10 +39,10 @@ class Setting:
         dtypes = Dtypes(PRODUCTS.get(weights, weights), kv, INDEXER.get(kv, kv))
         return cls(model, hardware, parallel, request, efficiency(hardware, request.efficiency), dtypes)
 
-    def prefill(self, prompt: int) -> timing.Prefill:
+    def prefill(self, prompt: int, cached: int = 0) -> timing.Prefill:
         """A prompt of this length."""
         chunk = min(self.request.chunk, prompt)
-        return timing.prefill(self.model, self.hardware, self.parallel, prompt, chunk, self.shares, self.dtypes)
+        return timing.prefill(self.model, self.hardware, self.parallel, prompt, chunk, self.shares, self.dtypes, cached)
 
     def decode(self, context: float) -> timing.StepTime:
         """A step of all requests, each with this context."""
@@ -125,7 +125,7 @@ def decode_section(setting: Setting, ttft: float) -> Section:
     return Section("Decode", figures, (note,))
 
 
-def _link(setting: Setting, tier: str) -> Sourced:
+def link_of(setting: Setting, tier: str) -> Sourced:
     """Bandwidth of a card to a tier, or to the other instance: the request's, else the hardware's.
 
     Raises:
@@ -149,7 +149,7 @@ def _card_cache(setting: Setting) -> tuple[float, int, str]:
 
 def transfer_section(setting: Setting, done: timing.Prefill) -> Section:
     """A prompt's cache from the instance that prefills to the one that decodes, after it or layer by layer."""
-    link = _link(setting, "remote")
+    link = link_of(setting, "remote")
     total, layers, formula = _card_cache(setting)
     after = timing.transfer(total / layers, layers, link.value)
     # The last chunk is what the transfer can hide behind: earlier chunks' rows have gone by then.
@@ -170,7 +170,7 @@ def transfer_section(setting: Setting, done: timing.Prefill) -> Section:
 
 def offload_section(setting: Setting, done: timing.Prefill, tier: str) -> Section:
     """Loading the prompt's cache from a tier, or computing it again."""
-    link = _link(setting, tier)
+    link = link_of(setting, tier)
     total, _, formula = _card_cache(setting)
     found = timing.offload_break_even(done, total / setting.request.prompt, link.value)
     source = f"{link.source} ({link.kind})"
@@ -185,14 +185,23 @@ def offload_section(setting: Setting, done: timing.Prefill, tier: str) -> Sectio
     return Section(f"Offload to {tier}", tuple(figures), (note,))
 
 
-def prefill_lines(setting: Setting) -> Lines:
-    """Time to the first token against length, and its parts."""
+def prefill_lines(setting: Setting, done: timing.Prefill) -> Lines:
+    """Time to the first token against length, and its parts; a longer prompt begins with a shorter one's chunks."""
+    chunk, pp = min(setting.request.chunk, setting.request.prompt), setting.parallel.pp
+    full = min(setting.request.prompt, LENGTHS[-1]) // chunk
+    chunks = list(done.chunks[:full])
+    if LENGTHS[-1] > full * chunk:
+        chunks += setting.prefill(LENGTHS[-1], full * chunk).chunks
     lines: dict[str, list[tuple[float, float]]] = {}
     for length in LENGTHS:
-        done = setting.prefill(length)
-        lines.setdefault("all", []).append((length, done.seconds))
-        for part in done.parts:
-            lines.setdefault(part.name, []).append((length, part.seconds))
+        count = length // chunk
+        if not count:
+            continue
+        through = chunks[count - 1].seconds * (pp - 1) / pp
+        values = {"all": sum(step.seconds for step in chunks[:count]) / pp + through}
+        values |= {name: sum(step.part(name).seconds for step in chunks[:count]) for name in timing.PARTS}
+        for name, value in values.items():
+            lines.setdefault(name, []).append((count * chunk, value))
     shown = {name: tuple(points) for name, points in lines.items() if any(y for _, y in points)}
     return Lines("Time to the first token against length", "s", shown, f"chunks of {setting.request.chunk:,} tokens")
 
