@@ -18,7 +18,7 @@ ANY = "any"
 
 @dataclass(frozen=True)
 class Sourced:
-    """A figure in FLOP/s, B, B/s or cards, and where it comes from."""
+    """A figure in FLOP/s, B, B/s, s or cards, and where it comes from."""
 
     value: float
     kind: Kind
@@ -35,6 +35,7 @@ class Hardware:
         like: a device with the same cores, whose shares of peak hold here too; "" for none.
         scale_up: B/s of one card in one direction to the ``scale_up_cards`` near it; likewise the other links.
         collective: what collectives were seen to get of ``scale_up``.
+        collective_latency: seconds that one takes beside its bytes.
         others: figures that no formula needs.
     """
 
@@ -49,6 +50,7 @@ class Hardware:
     scale_up: Sourced | None = None
     scale_up_cards: Sourced | None = None
     collective: Sourced | None = None
+    collective_latency: Sourced | None = None
     scale_out: Sourced | None = None
     host_link: Sourced | None = None
     others: tuple[tuple[str, Sourced], ...] = ()
@@ -177,14 +179,13 @@ def efficiency(hardware: Hardware, profile: str = "best") -> Efficiency:
                 if device == ANY:
                     default = _share(entry, hardware, key[1])
                 elif key[:2] not in hidden:
-                    found[key] = _share(entry, load(device), key[1])
-    return Efficiency(tuple(found.items()), default)
+                    found[key] = _share(entry, hardware if entry.get("same_on_like") else load(device), key[1])
+    latency = hardware.collective_latency.value if hardware.collective_latency else 0.0
+    return Efficiency(tuple(found.items()), default, latency)
 
 
-def _share(entry: dict[str, Any], measured_on: Hardware, dtype: str) -> Share:
-    """Of the peaks of the device that it was measured on."""
-    compute = entry["flops"] / measured_on.peak(dtype).value if "flops" in entry else entry.get("peak", math.nan)
-    memory = (
-        entry["bandwidth"] / measured_on.need("hbm_bandwidth").value if "bandwidth" in entry else entry.get("memory", math.nan)
-    )
+def _share(entry: dict[str, Any], of: Hardware, dtype: str) -> Share:
+    """Of the peaks of a device, the one that it was measured on as a rule."""
+    compute = entry["flops"] / of.peak(dtype).value if "flops" in entry else entry.get("peak", math.nan)
+    memory = entry["bandwidth"] / of.need("hbm_bandwidth").value if "bandwidth" in entry else entry.get("memory", math.nan)
     return Share(compute, memory, entry.get("serial", 0.0), entry["source"])

@@ -10,30 +10,34 @@ from planner.figure import PlanError
 from planner.memory import Cache
 from planner.model import ModelShape
 from planner.parallel import Parallel
+from planner.weights import PRECISIONS, Precision
 from planner.work import BF16, Work
 
 # Layers of V4 that see nothing but their window have ratio 0 or 1.
 WINDOW_ALONE = (0, 1)
-ELEMENT = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0}
+# Weights in 4 bits are multiplied in 8.
+PRODUCTS = {"bf16": "bf16", "fp8": "fp8", "int8": "int8", "fp4": "fp8"}
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of weights and their products ("bf16", "fp8", "int8"), of the KV cache, of indexer keys (as the cache, if None).
-
-    Caches are in "bf16", "fp8" or "c8", as far as their family has them (memory.py).
-    """
+    """Of weights (weights.py has the names), of the KV cache and of indexer keys (memory.py; None: as the cache)."""
 
     weights: str = "bf16"
     kv: str = "bf16"
     indexer: str | None = None
 
     @property
-    def element(self) -> float:
+    def precision(self) -> Precision:
         """Bytes of a weight."""
-        if self.weights not in ELEMENT:
-            raise PlanError(f"products of weights in {self.weights!r} are not known. Known are {', '.join(ELEMENT)}.")
-        return ELEMENT[self.weights]
+        if self.weights not in PRODUCTS:
+            raise PlanError(f"weights in {self.weights!r} are not known. Known are {', '.join(PRODUCTS)}.")
+        return PRECISIONS[self.weights]
+
+    @property
+    def products(self) -> str:
+        """What weights are multiplied in."""
+        return PRODUCTS[self.weights]
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def _projections(rank: _Rank) -> list[Work]:
     model, dtypes = rank.model, rank.dtypes
 
     def linear(rows: float, elements: float) -> Work:
-        return work.linear("projections", rows, elements, dtypes.element, dtypes.weights)
+        return work.linear("projections", rows, elements, dtypes.precision.matrix, dtypes.products)
 
     rows = rank.rows / rank.parallel.dsa_cp
     found = [linear(rows, work.attention_weights(model, rank.heads, rank.kv_heads)).times(model.layers)]
@@ -170,20 +174,18 @@ def _projections(rank: _Rank) -> list[Work]:
 
 def _feed_forward(rank: _Rank) -> list[Work]:
     model, dtypes, tp = rank.model, rank.dtypes, rank.parallel.tp
-    matrix = 3 * model.hidden
+    network, matrix = 3 * model.hidden, dtypes.precision.matrix
     # In a model without experts it is a projection like others.
     part: work.Part = "moe" if model.experts else "projections"
-    found = [
-        work.linear(part, rank.rows, matrix * model.dense_hidden / tp, dtypes.element, dtypes.weights).times(model.dense_layers)
-    ]
+    found = [work.linear(part, rank.rows, network * model.dense_hidden / tp, matrix, dtypes.products).times(model.dense_layers)]
     if model.experts:
-        shared = matrix * model.moe_hidden * model.shared_experts / tp
+        shared = network * model.moe_hidden * model.shared_experts / tp
         everyone = rank.rows * rank.parallel.dp * rank.pcp
         ranks = rank.parallel.expert_ranks
         found += [
-            work.linear("moe", rank.rows, shared, dtypes.element, dtypes.weights).times(model.moe_layers),
+            work.linear("moe", rank.rows, shared, matrix, dtypes.products).times(model.moe_layers),
             work.linear("moe", rank.rows, model.experts * model.hidden, BF16, "bf16").times(model.moe_layers),
-            work.routed_experts(everyone, model, ranks, dtypes.element, dtypes.weights).times(model.moe_layers),
+            work.routed_experts(everyone, model, ranks, dtypes.precision.expert, dtypes.products).times(model.moe_layers),
         ]
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -270,27 +269,3 @@ def offload_break_even(done: Prefill, token_bytes: float, link: float) -> BreakE
             first = round(seen)
     size = tokens * token_bytes
     return BreakEven(size / link, done.seconds, size / done.seconds, first)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A configuration with its times."""
-
-    parallel: Parallel
-    ttft: float
-    tpot: float
-
-
-def candidates(model: ModelShape, most: int) -> list[Parallel]:
-    """Divisions on powers of two of cards, fewest first; tensor-parallel as far as heads and KV heads go, then over tokens."""
-    found = []
-    for cards in (2**n for n in range(int(math.log2(most)) + 1)):
-        for tp in (2**n for n in range(int(math.log2(cards)) + 1)):
-            dsa_cp = tp if model.family in ("dsa", "v4") else 1
-            parallel = Parallel(tp=tp, pcp=cards // tp, dsa_cp=dsa_cp)
-            try:
-                check(model, parallel)
-            except PlanError:
-                continue
-            found.append(parallel)
-    return found
