@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 from planner.plan import Bars, Lines, Plan, Section
@@ -82,28 +82,43 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", kind: str = "")
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{escape(text)}</text>'
 
 
+def _ticks(values: Sequence[float], log: bool) -> list[float]:
+    """Powers of ten around the values; on a linear axis round steps from 0."""
+    if log:
+        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        return [10.0**power for power in range(low, max(high, low + 1) + 1)]
+    power = 10.0 ** math.floor(math.log10(max(values)))
+    step = next(step for step in (power / 5, power / 2, power, 2 * power) if max(values) / step <= 6)
+    return [step * at for at in range(math.ceil(max(values) / step) + 1)]
+
+
+def _tick(value: float, unit: str) -> str:
+    # Hours and minutes would break a scale of powers of ten.
+    return f"{value:,.0f} s" if unit == "s" and value >= 1 else quantity(value, unit)
+
+
 def _lines(chart: Lines) -> str:
-    """Lines over lengths, both axes logarithmic: a straight line is a power of the length, its slope the exponent."""
+    """Lines over lengths; with both axes logarithmic a straight line is a power of the length, its slope the exponent."""
     points = [point for line in chart.lines.values() for point in line if point[1] > 0]
     if not points:
         return ""
     xs = sorted({x for x, _ in points})
-    low = math.floor(math.log10(min(y for _, y in points)))
-    high = max(math.ceil(math.log10(max(y for _, y in points))), low + 1)
+    ticks = _ticks([y for _, y in points], chart.log)
     bottom = LINES_HEIGHT - 34
+    scale: Callable[[float], float] = math.log10 if chart.log else float
 
     def across(x: float) -> float:
         span = math.log(xs[-1] / xs[0]) or 1.0
         return LEFT + (WIDTH - LEFT - RIGHT) * math.log(x / xs[0]) / span
 
     def up(y: float) -> float:
-        return bottom - (bottom - TOP) * (math.log10(y) - low) / (high - low)
+        return bottom - (bottom - TOP) * (scale(y) - scale(ticks[0])) / (scale(ticks[-1]) - scale(ticks[0]))
 
     def marks() -> Iterator[str]:
-        for power in range(low, high + 1):
-            y = up(10.0**power)
+        for tick in ticks:
+            y = up(tick)
             yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            yield _text(LEFT - 8, y + 4, quantity(10.0**power, chart.unit), "end")
+            yield _text(LEFT - 8, y + 4, _tick(tick, chart.unit), "end")
         for x in xs[:: max(1, round(len(xs) / 8))]:
             yield _text(across(x), bottom + 18, _length(x))
         yield _text((LEFT + WIDTH - RIGHT) / 2, bottom + 33, "prompt tokens")

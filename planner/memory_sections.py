@@ -184,4 +184,4 @@ def memory_lines(model: ModelShape, hardware: Hardware, request: PlanRequest, pa
         for name, value in values.items():
             lines.setdefault(name, []).append((length, value))
     fixed = {name: tuple(points) for name, points in lines.items()}
-    return Lines("Memory of one card against length", "B", fixed, f"{seats} request(s) a card, cache in {request.kv_dtype}")
+    return Lines("Memory of one card against length", "B", fixed, f"{seats} request(s), cache in {request.kv_dtype}", log=False)

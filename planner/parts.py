@@ -57,12 +57,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Lines:
-    """Named lines over prompt lengths, in one unit."""
+    """Named lines over prompt lengths, in one unit; ``log`` is of the unit's axis, that of lengths always is."""
 
     title: str
     unit: str
     lines: Mapping[str, tuple[tuple[float, float], ...]]
     note: str = ""
+    log: bool = True
 
 
 @dataclass(frozen=True)

@@ -107,13 +107,13 @@ def routes_section(setting: Setting) -> tuple[Section, tuple[Bars, Bars]]:
         if route.note:
             notes.append(f"{name}: {route.note}.")
     notes += [f"{SHORT[name]} is left out: {reason}." for name, reason in missing.items()]
-    fits = {True: "", False: " (does not fit)"}
+    fits = {True: "", False: " ×"}
     bars = (
         Bars(
             f"Six routes to {request.prompt:,} tokens: time to the first token",
             "s",
             tuple((_name(route.names) + fits[route.fits], {"TTFT": route.ttft}) for route in found),
-            "of a prompt that is not cached",
+            "of a prompt that is not cached; × does not fit on a card",
         ),
         Bars(
             f"Six routes to {request.prompt:,} tokens: memory of a card",

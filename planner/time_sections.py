@@ -207,8 +207,8 @@ def prefill_lines(setting: Setting, done: timing.Prefill) -> Lines:
 
 
 def chunk_bars(done: timing.Prefill) -> Bars:
-    """Some of the chunks, by part."""
-    last = len(done.chunks) - 1
+    """Some of the whole chunks, by part."""
+    last = max(len(done.chunks) - 2, 0)
     chosen = sorted({round(last * share) for share in (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)})
     rows = tuple(
         (f"behind {done.chunks[at].prior:,.0f}", {part.name: part.seconds for part in done.chunks[at].parts}) for at in chosen

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 
-from planner import report
+from planner import html, report
 from planner.figure import Figure, PlanError
 from planner.html import page
 from planner.plan import Bars, Lines, Plan, PlanRequest, Section
@@ -163,6 +163,20 @@ def test_plots_stand_inside_their_frame():
 def test_plots_without_points_are_left_out():
     empty = Plan("t", PLAN.request, (), "", (Lines("l", "s", {"a": ((1024, 0.0),)}),), (Bars("b", "s", ()),))
     assert "<svg" not in page(empty)
+
+
+@pytest.mark.parametrize(
+    ("values", "log", "ticks"),
+    [
+        ([0.5, 30.0], True, [0.1, 1, 10, 100]),
+        ([10.0], True, [10, 100]),
+        ([3.0, 118.0], False, [0, 20, 40, 60, 80, 100, 120]),
+        ([1.0, 9.0], False, [0, 2, 4, 6, 8, 10]),
+        ([4.0], False, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_ticks_surround_the_values(values, log, ticks):
+    assert html._ticks(values, log) == pytest.approx(ticks)
 
 
 def test_one_length_is_a_plot_too():
