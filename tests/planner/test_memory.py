@@ -48,6 +48,7 @@ def test_a_million_tokens_are_7813_blocks():
     assert (count.value, count.formula) == (7813, "ceil(1,000,000 / 128)")
     assert table.value == 4 * 7813
     assert value(blocks(MILLION, 128, max_num_seqs=3), "block table") == 3 * 4 * 7813
+    assert blocks(MILLION) == blocks(MILLION, 128, 1)
     assert value(blocks(MILLION, 128, parallel=Parallel(tp=8, dcp=8)), "blocks") == 977
 
 
@@ -145,6 +146,7 @@ def test_ranks_of_dcp_share_tokens_but_not_the_indexer_s(shape):
     assert "over 8 ranks of DCP" in named(figures, "latent rows: one layer").source
     figures = kv_bytes(shape("llama3_70b"), parallel=Parallel(tp=16, dcp=2), tokens=MILLION)
     assert value(figures, "keys and values: one layer") == 500_000 * 512
+    assert "over 2 ranks of DCP" in named(figures, "keys and values: one layer").source
 
 
 def test_a_pipeline_stage_holds_its_layers(shape):
@@ -200,7 +202,7 @@ def test_formulas_give_the_values(shape, evaluate, name, dtype):
 
 @pytest.mark.parametrize("longest", [1, 1000, 4096, 16384, 131072, MILLION])
 @pytest.mark.parametrize("requests", [1, 8, 64, 2000])
-@pytest.mark.parametrize(("block", "dcp", "interleave"), [(128, 1, 1), (16, 1, 1), (128, 8, 1), (128, 3, 128)])
+@pytest.mark.parametrize(("block", "dcp", "interleave"), [(128, 1, 1), (16, 1, 1), (128, 2, 1), (128, 8, 1), (128, 3, 128)])
 def test_the_workspace_is_that_of_mla_workspace(shape, longest, requests, block, dcp, interleave):
     parallel = Parallel(tp=8, dcp=dcp)
     figures = workspace(shape("deepseek_v3"), longest, requests, block, parallel, interleave)
@@ -213,6 +215,13 @@ def test_the_workspace_is_that_of_mla_workspace(shape, longest, requests, block,
         assert value(figures, "gathered under DCP") == size.exchange_bytes(tokens, dcp)
     else:
         assert "gathered under DCP" not in [figure.name for figure in figures]
+
+
+def test_defaults_of_the_workspace(shape):
+    # 3 ranks and blocks of 128: tokens alternate among the ranks unless an interleave is given.
+    model, parallel = shape("deepseek_v3"), Parallel(tp=3, dcp=3)
+    assert workspace(model, 4096, 2000, 128, parallel) == workspace(model, 4096, 2000, 128, parallel, interleave=1)
+    assert workspace(model, 4096, 2000, 128, parallel)[0].formula.endswith("2000 x 384)")
 
 
 def test_workspaces_of_other_families(shape):
@@ -258,6 +267,8 @@ def test_activations_of_sparse_attention(shape):
     split = activations(shape("deepseek_v32"), 8192, MILLION, 8, parallel=Parallel(tp=8, dsa_cp=8))
     assert value(split, "attention") == value(figures, "attention")
     assert value(split, "indexer queries") == value(figures, "indexer queries") / 8
+    halves = activations(shape("deepseek_v32"), 8192, MILLION, 8, parallel=Parallel(tp=2, dsa_cp=2))
+    assert value(halves, "attention") == 2 * 4096 * 128 * 1408
 
 
 def test_activations_of_v4(shape):
@@ -277,6 +288,7 @@ def test_activations_of_experts(shape):
     # The larger of a dense layer and one with experts.
     v3 = activations(shape("deepseek_v3", num_experts_per_tok=1), 1000, 4096)
     assert value(v3, "dense layer") == 2 * 1000 * 3 * 18432
+    assert value(v3, "logits") == 129280 * 6
     logits = activations(shape("llama3_70b"), 1, 4096, max_num_seqs=1024)
     assert "logits" in named(logits, "activation peak").formula
 
@@ -284,7 +296,7 @@ def test_activations_of_experts(shape):
 def test_what_is_left():
     left = left_for_kv(141e9, 80e9, 10e9, 1e9, utilization=0.9)
     assert left.value == pytest.approx(141e9 * 0.9 - 91e9)
-    assert left_for_kv(100e9, 0, 0).value == pytest.approx(92e9)
+    assert left_for_kv(100, 0, 0).value == 92
     assert left_for_kv(80e9, 100e9, 1e9).value < 0
 
 
