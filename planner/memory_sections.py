@@ -90,6 +90,12 @@ def _larger(parallel: Parallel) -> Iterator[Parallel]:
             yield from (replace(parallel, tp=tp, dcp=1 << shift) for shift in range(1, tp.bit_length()))
 
 
+def divided(parallel: Parallel) -> str:
+    """TP 8, DCP 2: what is more than one."""
+    sizes = {name.upper().replace("_", "-"): size for name, size in vars(parallel).items() if name != "ep" and size > 1}
+    return ", ".join([f"{name} {size}" for name, size in sizes.items()] + ["EP"] * parallel.ep) or "one card"
+
+
 def cache_section(model: ModelShape, request: PlanRequest) -> Section:
     """The cache of one prompt in the whole model, whatever number of cards it is on."""
     names = {"KV of the rank": "KV of the prompt", "KV that does not grow": "KV of windows and compressors"}
@@ -128,7 +134,9 @@ def card_section(model: ModelShape, hardware: Hardware, request: PlanRequest, pa
     ]
     seats = -(-request.concurrency // parallel.dp)
     activations = [figure for figure in found.activations if figure.name not in {f.name for f in found.workspace}]
+    why = "the fewest on which the requests fit" if request.fit else "as asked"
     figures = [
+        Figure("cards", parallel.cards, "cards", divided(parallel), why),
         *found.weights,
         *found.workspace,
         *(replace(figure, name=_of_step(figure.name)) for figure in activations),

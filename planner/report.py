@@ -31,7 +31,7 @@ def quantity(value: float, unit: str) -> str:
     # One row's or one token's bytes are exact and stay so: 1,152 B, not 1.15 kB.
     if unit not in SCALED or (unit == "B" and abs(value) < 1e6):
         text = f"{value:,.0f}" if value == round(value) or abs(value) >= 1000 else f"{value:,.3g}"
-        return f"{text} {unit}".removesuffix(" 1").rstrip()
+        return f"{text} {unit.removesuffix('s') if value == 1 else unit}".removesuffix(" 1").rstrip()
     scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if abs(value) >= scale), (1.0, ""))
     return f"{_three(value / scale)} {prefix}{unit}"
 
@@ -122,7 +122,10 @@ def _explained(figure: Figure, known: dict[str, Figure]) -> str:
 def comparison(plans: Mapping[str, Plan]) -> str:
     """Values of several plans side by side, a row to a figure, for the documents."""
     columns = [{figure.name: quantity(figure.value, figure.unit) for figure in plan.figures()} for plan in plans.values()]
-    names = dict.fromkeys(name for column in columns for name in column if not DETAILS.match(name))
+    # By section, so that what only some of the models have stands beside what others have in its place.
+    titles = dict.fromkeys(section.title for plan in plans.values() for section in plan.sections)
+    sections = [section for title in titles for plan in plans.values() for section in plan.sections if section.title == title]
+    names = dict.fromkeys(figure.name for section in sections for figure in section.figures if not DETAILS.match(figure.name))
     rows = (f"| {name} | {' | '.join(column.get(name, '') for column in columns)} |" for name in names)
     return "\n".join([f"| figure | {' | '.join(plans)} |", "|---|" + "--:|" * len(plans), *rows])
 

@@ -7,8 +7,8 @@ import math
 from planner import routes, search
 from planner.figure import Figure
 from planner.hardware import Hardware
+from planner.memory_sections import divided
 from planner.model import ModelShape
-from planner.parallel import Parallel
 from planner.parts import Bars, PlanRequest, Section
 from planner.time_sections import Setting, link_of
 
@@ -58,12 +58,6 @@ def smallest_section(request: PlanRequest, found: search.Candidate) -> Section:
         ),
     )
     return Section(f"The fewest cards with a {targets}", figures, ("Of as many cards, the division with the shortest TTFT.",))
-
-
-def divided(parallel: Parallel) -> str:
-    """TP 8, DCP 2: what is more than one."""
-    sizes = {name.upper().replace("_", "-"): size for name, size in vars(parallel).items() if name != "ep" and size > 1}
-    return ", ".join([f"{name} {size}" for name, size in sizes.items()] + ["EP"] * parallel.ep) or "one card"
 
 
 def _name(names: tuple[str, ...]) -> str:

@@ -79,7 +79,7 @@ def prefill_section(setting: Setting, done: timing.Prefill) -> Section:
             request.prompt / done.seconds,
             "tokens/s",
             f"{request.prompt:,} / {done.seconds:.4g} s",
-            "above",
+            "time to the first token",
         ),
         Figure("first chunk", first.seconds, "s", f"{first.tokens:,.0f} tokens behind {first.prior:,.0f}", "its five parts"),
         Figure("last chunk", last.seconds, "s", f"{last.tokens:,.0f} tokens behind {last.prior:,.0f}", "its five parts"),
@@ -114,7 +114,11 @@ def decode_section(setting: Setting, ttft: float) -> Section:
     figures = (
         Figure("decode step", step.seconds, "s", formula, "sum of the parts below; nothing overlaps"),
         Figure(
-            "output tokens a second", request.concurrency / step.seconds, "tokens/s", f"{request.concurrency} / step", "above"
+            "output tokens a second",
+            request.concurrency / step.seconds,
+            "tokens/s",
+            f"{request.concurrency} / {step.seconds:.4g} s",
+            "decode step",
         ),
         Figure(
             "a whole answer", every, "s", f"{ttft:.4g} s + {request.output:,} x {step.seconds:.4g} s", "prefill, then decode"

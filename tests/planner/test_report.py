@@ -36,6 +36,8 @@ PLAN = Plan(
         (85_888, "B", "85,888 B"),
         (7_813, "blocks", "7,813 blocks"),
         (12.5, "requests", "12.5 requests"),
+        (1, "requests", "1 request"),
+        (0, "requests", "0 requests"),
         (70.272e9, "B", "70.3 GB"),
         (6.442450944e9, "B", "6.44 GB"),
         (0, "B", "0 B"),
@@ -106,6 +108,17 @@ def test_markdown_escapes_pipes():
     rows = report.markdown(PLAN.sections).splitlines()
     assert len(rows) == 5
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 6 for row in rows)
+
+
+def test_plans_side_by_side():
+    other = Plan("", PLAN.request, (Section("Memory", (ALL, Figure("weights: x", 1, "B", "1", "1"), GUESS)),), "")
+    assert report.comparison({"one": PLAN, "two": other}).splitlines() == [
+        "| figure | one | two |",
+        "|---|--:|--:|",
+        "| latent row | 1,152 B |  |",
+        "| KV of the prompt | 70.3 GB | 70.3 GB |",
+        "| host <link> | 25.0 GB/s | 25.0 GB/s |",
+    ]
 
 
 class Reader(HTMLParser):
