@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
+import multiprocessing
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from queue import SimpleQueue
+from typing import NoReturn
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = tuple(f"planner/{name}.py" for name in ("memory", "weights", "work", "step", "timing"))
 # What tests/planner needs, without tests/conftest.py: it loads torch, which takes longer than the tests.
 COPIED = ("planner", "vllm_plugin", "tests/planner", "tests/data", "benchmarks/results", "pyproject.toml")
+SECONDS = 300  # a run that does not end has noticed
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,
     ast.Pow: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
@@ -107,19 +114,51 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def passes(folder: Path, seconds: float, module: str = "") -> bool:
-    """Whether tests/planner pass in a copy, those of the module first. A run that does not end has noticed."""
+def passes(folder: Path, module: str = "") -> bool:
+    """Whether tests/planner pass in a copy: those of the module, which notice most, then the others."""
     own = Path("tests/planner") / f"test_{Path(module).stem}.py"
-    tests = [*([str(own)] if (folder / own).exists() else []), "tests/planner"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]
-    # Plugins take longer to load than most changes to be noticed.
-    fast = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    environment = os.environ | fast | {"PYTHONPATH": str(folder)}
-    try:
-        run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    return run.returncode == 0
+    first = [[str(own)]] if (folder / own).exists() else []
+    return all(_run(folder, tests) for tests in [*first, ["tests/planner"]])
+
+
+def _run(folder: Path, tests: list[str]) -> bool:
+    """One run of pytest, in this process: it is one of many that were forked after pytest was loaded."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("planner", "vllm_plugin", "tests")]:
+        del sys.modules[name]
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", *tests]) == 0
+
+
+def _survives(folder: Path, mutant: Mutant | None) -> NoReturn:
+    """Exit status 1 if a copy with the change passes."""
+    os.nice(5)
+    signal.alarm(SECONDS)
+    if mutant:
+        (folder / mutant.module).write_text(mutant.source)
+    sys.exit(int(passes(folder, mutant.module if mutant else "")))
+
+
+def survivors(folders: list[Path], chosen: list[Mutant]) -> Iterator[Mutant]:
+    """Changes that no test notices, as they are found; one process for each change, as many at a time as there are copies."""
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, tuple[BaseProcess, Path, Mutant]] = {}
+    left, free = list(reversed(chosen)), list(folders)
+    while left or running:
+        while left and free:
+            mutant, folder = left.pop(), free.pop()
+            process = fork.Process(target=_survives, args=(folder, mutant))
+            process.start()
+            running[process.sentinel] = process, folder, mutant
+        for sentinel in connection.wait(list(running)):
+            assert isinstance(sentinel, int)
+            process, folder, mutant = running.pop(sentinel)
+            process.join()
+            shutil.copy(ROOT / mutant.module, folder / mutant.module)
+            free.append(folder)
+            if process.exitcode == 1:
+                yield mutant
 
 
 def main() -> int:
@@ -131,31 +170,24 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only each N-th change: a quick look")
     args = parser.parse_args()
     chosen = [mutant for name in args.modules for mutant in mutants(name, (ROOT / name).read_text())][:: args.every]
+    os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_NUM_THREADS": "1"}
+    found = []
     with tempfile.TemporaryDirectory() as parent:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(args.jobs):
-            copies.put(copy_tree(Path(parent) / str(job)))
-        first = copies.get()
-        if not passes(first, 600):
-            print("tests/planner fail without any change")
-            return 2
-        copies.put(first)
-
-        def survives(mutant: Mutant) -> bool:
-            folder = copies.get()
-            path = folder / mutant.module
-            original = path.read_text()
-            path.write_text(mutant.source)
-            survived = passes(folder, 120, mutant.module)
-            path.write_text(original)
-            copies.put(folder)
-            if survived:
-                print(f"survived  {mutant}", flush=True)
-            return survived
-
-        with ThreadPoolExecutor(args.jobs) as pool:
-            survivors = sum(pool.map(survives, chosen))
-    killed = len(chosen) - survivors
+        folders = [copy_tree(Path(parent) / str(job)) for job in range(args.jobs)]
+        for folder in folders:  # once without a change, which leaves compiled tests behind
+            process = multiprocessing.get_context("fork").Process(target=_survives, args=(folder, None))
+            process.start()
+            process.join()
+            if process.exitcode != 1:
+                print("tests/planner fail without any change")
+                return 2
+        # A module that is changed twice within a second would be taken for the one compiled before.
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        for mutant in survivors(folders, chosen):
+            found.append(mutant)
+            print(f"survived  {mutant}", flush=True)
+    killed = len(chosen) - len(found)
     share = 100 * killed / max(len(chosen), 1)
     print(f"{killed} of {len(chosen)} changes killed: {share:.1f} %")
     return 0 if share >= args.at_least else 1
