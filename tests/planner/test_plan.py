@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from planner import command, report
+from planner import command, report, route_sections
 from planner.figure import PlanError
 from planner.html import page
 from planner.model import read_model
@@ -255,3 +255,28 @@ def test_the_command_is_one_of_the_tools():
     call = [sys.executable, "-m", "vllm_plugin", "plan", V32, "--hardware", "910Z"]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_a_target_chooses_the_division():
+    plan = make_plan(PlanRequest(LLAMA, "H200", prompt=131072, ttft=20))
+    found = value(plan, "smallest: time to the first token")
+    assert found <= 20
+    assert value(plan, "time to the first token") == pytest.approx(found)
+    assert value(plan, "smallest: cards") == plan.request.parallel.cards
+    given = make_plan(PlanRequest(LLAMA, "H200", prompt=131072, ttft=20, parallel=Parallel(tp=8), fit=False))
+    assert given.request.parallel == Parallel(tp=8)
+    with pytest.raises(PlanError, match="The nearest is"):
+        make_plan(PlanRequest(LLAMA, "H200", prompt=131072, ttft=1e-6))
+
+
+def test_every_route_is_told_or_said_to_be_left_out(million):
+    [section] = [section for section in million.sections if section.title.startswith("Six routes")]
+    for route in ("none of them", *route_sections.SHORT.values(), "all together"):
+        assert value(million, f"{route}: TTFT") > 0
+    assert value(million, "all together: TTFT") < value(million, "sparse attention: TTFT")
+    assert value(million, "all together: wait of a decode") == 0
+    dense = make_plan(PlanRequest(LLAMA, prompt=100_000))
+    told = " ".join(note for section in dense.sections for note in section.notes)
+    for missing in ("latent attention is left out", "sparse attention is left out", "offload is left out"):
+        assert missing in told
+    assert section.figures
