@@ -18,6 +18,7 @@ from planner.step import Dtypes
 PRODUCTS = {"fp4": "fp8"}
 INDEXER = {"c8": "int8"}
 BITS = 8
+ASSUMED = "not measured"  # so hardware.toml ends the source of a share that is no measurement
 LINKS = {"host": "host_link", "remote": "scale_out"}
 
 
@@ -102,6 +103,10 @@ def prefill_section(setting: Setting, done: timing.Prefill) -> Section:
     notes.append(
         f"Shares of peak that ops reach are those of the profile {request.efficiency!r}; --explain names each one's source."
     )
+    guessed = sum(term.seconds for part in done.parts for term in part.terms if ASSUMED in term.source)
+    if guessed:
+        share = guessed / sum(part.seconds for part in done.parts)
+        notes.append(f"{share:.0%} of this time rests on shares that are assumed: no measurement of those ops is known here.")
     return Section("Prefill", tuple(figures), tuple(notes))
 
 

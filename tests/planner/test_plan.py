@@ -149,6 +149,16 @@ def test_a_layer_of_latents_over_400_gbps_takes_23_ms(tmp_path):
     assert value(plan, "buffer of decode, whole") == pytest.approx(61 * value(plan, "buffer of decode, by layer"))
 
 
+def test_assumed_shares_are_told(million):
+    on_npu = make_plan(PlanRequest(V32, prompt=100_000))
+    shares = []
+    for plan in (on_npu, million):
+        [note] = [note for note in plan.sections[2].notes if "assumed" in note]
+        shares.append(int(note.partition("%")[0]))
+    assert shares[0] > 90
+    assert shares[1] < 50
+
+
 def test_parts_of_a_prefill_add_up(million):
     parts = [value(million, f"prefill: {part}") for part in ("indexer", "attention", "projections", "moe", "communication")]
     assert sum(parts) == pytest.approx(value(million, "time to the first token"))
