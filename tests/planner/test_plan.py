@@ -151,12 +151,10 @@ def test_a_layer_of_latents_over_400_gbps_takes_23_ms(tmp_path):
 
 def test_assumed_shares_are_told(million):
     on_npu = make_plan(PlanRequest(V32, prompt=100_000))
-    shares = []
-    for plan in (on_npu, million):
-        [note] = [note for note in plan.sections[2].notes if "assumed" in note]
-        shares.append(int(note.partition("%")[0]))
-    assert shares[0] > 90
-    assert shares[1] < 50
+    [note] = [note for note in on_npu.sections[2].notes if "assumed" in note]
+    assert int(note.partition("%")[0]) > 90
+    # On an H200 these kernels were measured.
+    assert "rests on shares" not in " ".join(million.sections[2].notes)
 
 
 def test_parts_of_a_prefill_add_up(million):
