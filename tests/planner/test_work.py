@@ -178,6 +178,13 @@ def test_v4s_layers(shape):
     assert found["csa"].flops / 1e12 == pytest.approx(0.687, abs=0.0006)
     assert found["hca"].flops / 1e12 == pytest.approx(8.899, abs=0.0006)
     assert found["window"].flops == 4 * 64 * 512 * 8192 * 128
+    # Queries and outputs, the window's rows once, and what lies behind it compressed; a short prompt has less than a window.
+    for requests, rows, prior in ((1, 8192, P), (2, 8192, P), (2, 100, 0)):
+        found = {op.op: op.bytes for op in attention(model, Parallel(), Step(requests, rows, prior))}
+        moved, near = 2 * 2 * rows * 64 * 512, min(rows + 128, rows + prior)
+        picked = work.pairs(rows, prior, 2048) / 4
+        seen = {"window": near, "csa": near + picked, "hca": near + (rows + prior) / 128}
+        assert found == {name: requests * (moved + 1024 * count) for name, count in seen.items()}
     indexer = next(op for op in step.compute(model, Parallel(), Dtypes(), Step(1, 8192, P)) if op.op == "indexer")
     assert (indexer.count, indexer.flops) == (21, 2 * 64 * 128 * work.pairs(8192, P) / 4)
 
