@@ -138,6 +138,16 @@ def test_what_experts_ranks_send(shape):
     assert (away.bytes, away.count) == (2 * 7 / 8 * 512 / 2 * 8 * 7168 * 2, 58)
 
 
+def test_who_sends_nothing_for_experts(shape):
+    at = Step(4, 512, 0)
+    assert not sent(shape("llama3_70b"), Parallel(dp=4), at)
+    assert not sent(shape("deepseek_v3"), Parallel(), at)
+    # Tensor-parallel ranks see the same tokens: the all-reduce is all.
+    assert [*sent(shape("deepseek_v3"), Parallel(tp=4, ep=True), at)] == [
+        "all-reduce of the feed-forward", "all-reduce of attention",
+    ]  # fmt: skip
+
+
 def test_links(shape):
     """Scale-up within its cards, scale-out beyond, a measured pace of collectives before the datasheet's, latency on top."""
     model, at = shape("llama3_70b"), 8192

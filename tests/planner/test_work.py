@@ -178,6 +178,13 @@ def test_v4s_layers(shape):
     assert found["csa"].flops / 1e12 == pytest.approx(0.687, abs=0.0006)
     assert found["hca"].flops / 1e12 == pytest.approx(8.899, abs=0.0006)
     assert found["window"].flops == 4 * 64 * 512 * 8192 * 128
+    # Queries and outputs, the window's rows once, and what lies behind it compressed; a short prompt has less than a window.
+    for requests, rows, prior in ((1, 8192, P), (2, 8192, P), (2, 100, 0)):
+        found = {op.op: op.bytes for op in attention(model, Parallel(), Step(requests, rows, prior))}
+        moved, near = 2 * 2 * rows * 64 * 512, min(rows + 128, rows + prior)
+        picked = work.pairs(rows, prior, 2048) / 4
+        seen = {"window": near, "csa": near + picked, "hca": near + (rows + prior) / 128}
+        assert found == {name: requests * (moved + 1024 * count) for name, count in seen.items()}
     indexer = next(op for op in step.compute(model, Parallel(), Dtypes(), Step(1, 8192, P)) if op.op == "indexer")
     assert (indexer.count, indexer.flops) == (21, 2 * 64 * 128 * work.pairs(8192, P) / 4)
 
@@ -214,3 +221,31 @@ def test_experts_that_tokens_visit(shape):
     assert (one.flops, one.bytes) == (2 * 8 * expert / 4, pytest.approx(8 * expert / 4))
     assert few.bytes == pytest.approx(256 * (1 - (1 - 8 / 256) ** 32) * expert / 4)
     assert (many.flops, many.bytes) == (8192 * one.flops, pytest.approx(256 * expert / 4))
+
+
+def test_projections_of_a_rank(shape):
+    """DSA-CP: a part of the rows through all heads' matrices, the indexer's too; compressors and experts see all rows."""
+    chunk = Step(1, 8192, 65536)
+
+    def matrices(name, parallel, part="projections"):
+        ops = step.compute(shape(name), parallel, Dtypes(), chunk)
+        return [(op.flops, op.count) for op in ops if op.op == "gemm" and op.part == part]
+
+    model, flash = shape("deepseek_v32"), shape("deepseek_v4_flash")
+    attention, indexer, head = matrices("deepseek_v32", Parallel(tp=8, dsa_cp=8))
+    assert attention == (2 * 1024 * work.attention_weights(model, 128, 1), 61)
+    assert indexer == (2 * 1024 * work.indexer_weights(model), 61)
+    assert head == (2 * 129280 * 7168 / 8, 1)
+    # The head's are those of the last token alone; dense layers count to the feed-forward.
+    assert matrices("deepseek_v32", Parallel(tp=8), "moe")[0] == (2 * 8192 * 3 * 7168 * 18432 / 8, 3)
+    attention, indexer, csa, hca, _ = matrices("deepseek_v4_flash", Parallel(tp=8, dsa_cp=8))
+    assert attention == (2 * 1024 * work.attention_weights(flash, 64, 1), 43)
+    assert indexer == (2 * 1024 * work.indexer_weights(flash), 21)
+    assert (csa, hca) == ((2 * 8192 * 2 * 4096 * 512 * 2, 21), (2 * 8192 * 2 * 4096 * 512, 20))
+    shared, router, routed = matrices("deepseek_v4_flash", Parallel(tp=8), "moe")
+    assert shared == (2 * 8192 * 3 * 4096 * 2048 / 8, 43)
+    assert router == (2 * 8192 * 256 * 4096, 43)
+    assert routed == (2 * 8192 * 6 * 3 * 4096 * 2048 / 8, 43)
+    # Experts are over data-parallel and context-parallel ranks too, whose tokens come together; shared ones are not.
+    assert matrices("deepseek_v4_flash", Parallel(tp=2, pcp=4), "moe")[2][0] == routed[0]
+    assert matrices("deepseek_v4_flash", Parallel(tp=2, pcp=4), "moe")[0][0] == shared[0]
