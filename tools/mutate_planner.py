@@ -28,7 +28,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = tuple(f"planner/{name}.py" for name in ("memory", "weights", "work", "step", "timing"))
 # What tests/planner needs, without tests/conftest.py: it loads torch, which takes longer than the tests.
-COPIED = ("planner", "vllm_plugin", "tests/planner", "tests/data", "benchmarks/results", "pyproject.toml")
+COPIED = (
+    "planner",
+    "vllm_plugin",
+    "mla_workspace",
+    "npu_ops",
+    "tests/planner",
+    "tests/data",
+    "benchmarks/results",
+    "pyproject.toml",
+)
 SECONDS = 300  # a run that does not end has noticed
 SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult,

@@ -330,3 +330,14 @@ def test_tokens_of_a_pool(shape):
     assert kv_tokens(sharded, 10 * block, max_model_len=2048).value == 10240
     v4 = caches(shape("deepseek_v4_pro"))
     assert kv_tokens(v4, 3 * request_bytes(v4, 4096), max_model_len=4096).value == 3 * 4096
+
+
+def test_kv_tokens_under_dcp_count_whole_blocks_of_all_ranks(shape):
+    """A block and a half hold what one block holds, 128 tokens on each of two ranks."""
+    found = caches(shape("deepseek_v3"), parallel=Parallel(tp=2, dcp=2))
+    assert kv_tokens(found, 1.5 * request_bytes(found, 256), 256).value == 256
+
+
+def test_workspace_of_many_ranks_interleaves_by_single_tokens(shape):
+    [tokens, *_] = workspace(shape("deepseek_v3"), 1040, 1, parallel=Parallel(tp=128, dcp=128))
+    assert tokens.value == 8 * 1040
