@@ -22,7 +22,7 @@ WORKERS ?= 2
 PARALLEL = -n $(WORKERS) --dist loadfile
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 
-.PHONY: help setup demo test lint docs clean
+.PHONY: help setup demo test lint docs mutate clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*##/make \1\t/p' Makefile
@@ -50,6 +50,9 @@ lint: setup  ## Check style, types, the direction of imports and spelling
 
 docs: setup  ## Write the generated pages and tables of docs/
 	@$(BIN)/python tools/generate_docs.py
+
+mutate: setup  ## Change each number of the planner's formulas: does a test notice?
+	@$(BIN)/python tools/mutate_planner.py
 
 clean:  ## Remove .venv, caches and build outputs
 	@rm -rf .venv .venv-virtual-npu build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

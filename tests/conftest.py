@@ -32,7 +32,7 @@ from npu_ops import virtual_npu
 from npu_ops.contract import NAMESPACE, ContractError, OpCase, OpContract, all_contracts
 
 ROOT = Path(__file__).parent
-PROJECT = {"npu_ops", "cuda_fallback", "dsa_cp", "sfa", "mla_workspace", "sleep_mode", "vllm_plugin"}
+PROJECT = {"npu_ops", "cuda_fallback", "dsa_cp", "sfa", "mla_workspace", "sleep_mode", "planner", "vllm_plugin"}
 # Test rooms in which the project's own allocations are poisoned; an engine under test is left alone.
 OP_ROOMS = {"npu_ops", "cuda_fallback", "mla_workspace"}
 VIRTUAL = "virtual-npu"

@@ -25,6 +25,6 @@ def test_links_between_documents_lead_somewhere():
 
 def test_paths_in_the_architecture_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = "npu_ops|vllm_plugin|cuda_fallback|tests|benchmarks|dsa_cp|sfa|sleep_mode|mla_workspace"
+    rooms = "npu_ops|vllm_plugin|cuda_fallback|tests|benchmarks|dsa_cp|sfa|sleep_mode|mla_workspace|planner"
     for path in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
         assert (ROOT / path).exists(), path

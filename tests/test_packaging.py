@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
-ROOMS = {"vllm_plugin", "npu_ops", "cuda_fallback", "dsa_cp", "sfa", "mla_workspace", "sleep_mode"}
+ROOMS = {"vllm_plugin", "npu_ops", "cuda_fallback", "dsa_cp", "sfa", "mla_workspace", "sleep_mode", "planner"}
 FILE_LINES = 500
 FUNCTION_LINES = 80
 KERNEL_LINES = 150

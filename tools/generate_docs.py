@@ -1,8 +1,9 @@
-"""Write the generated parts of docs/: configuration.md, and the tables in devices.md and mla.md. `--check` only compares."""
+"""Write the generated parts of docs/: configuration.md, tables in devices.md, mla.md and planner.md. `--check` compares."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,14 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from mla_workspace import compare  # noqa: E402
+from planner import report  # noqa: E402
+from planner.plan import Plan, PlanRequest, make_plan  # noqa: E402
 from vllm_plugin import envs, selection  # noqa: E402
 from vllm_plugin.config import ParityConfig  # noqa: E402
 
+# The plans that docs/planner.md shows side by side.
+MODELS = {"V3.2": "deepseek_v32", "V4-Pro": "deepseek_v4_pro", "Llama 70B": "llama3_70b"}
+HARDWARE = ("910C", "H200")
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
 
 
@@ -66,6 +72,19 @@ def mla(text: str) -> str:
     return _filled(text, "plans", compare.markdown())
 
 
+def planner(text: str) -> str:
+    """docs/planner.md with the plans of a million tokens written anew."""
+    plans = {f"{title}, {hardware}": _plan(config, hardware) for title, config in MODELS.items() for hardware in HARDWARE}
+    [first, *_] = plans.values()
+    text = _filled(text, "comparison", report.comparison(plans))
+    text = _filled(text, "explained", report.markdown(first.sections))
+    return _filled(text, "command", f"```\n{first.command}\n```")
+
+
+def _plan(config: str, hardware: str) -> Plan:
+    return make_plan(PlanRequest(f"tests/data/configs/{config}.json", hardware, prompt=1_000_000))
+
+
 def _filled(text: str, part: str, content: str) -> str:
     """The text with what stands between the marks of a part replaced."""
     begin = BEGIN.format(part)
@@ -79,8 +98,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
+    os.chdir(ROOT)  # plans name their config.json as one types it here
     stale = []
-    for name, make in (("configuration.md", lambda _: configuration()), ("devices.md", devices), ("mla.md", mla)):
+    pages = {"configuration.md": lambda _: configuration(), "devices.md": devices, "mla.md": mla, "planner.md": planner}
+    for name, make in pages.items():
         path = ROOT / "docs" / name
         old = path.read_text() if path.exists() else ""
         new = make(old)

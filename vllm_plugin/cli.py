@@ -1,4 +1,4 @@
-"""``python -m vllm_plugin demo | doctor | parity``: each command is the module of its name, imported when called."""
+"""``python -m vllm_plugin demo | doctor | parity | plan``: each command is the module of its name, imported when called."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, str] = {
     "demo": "serve a small model with the real vLLM and show that chunked prefill does not change its answers",
     "doctor": "check versions, devices and operators of this environment, with a remedy for each problem",
     "parity": "compare greedy tokens and logprobs between devices, and with transformers",
+    "plan": "say whether a prompt fits, on how many cards and how long it takes, with the source of every number",
 }
 
 
