@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +92,8 @@ class EngineHost:
         return dict(self._call("cache_layers"))
 
     def cache_tokens(self) -> int:
-        """What vLLM's log says of the KV cache that it has made last."""
-        return int(re.findall(r"KV cache size: ([\d,]+) tokens", self.log.read_text(errors="replace"))[-1].replace(",", ""))
+        """What vLLM's line "KV cache size" says; vLLM prints a line once, and not again for another engine of this process."""
+        return int(self._call("cache_tokens"))
 
     def memory(self, prompt: Sequence[int], max_tokens: int) -> dict[str, int]:
         """Bytes of activations that vLLM has reserved, and the most that this prompt used."""

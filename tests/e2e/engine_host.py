@@ -94,6 +94,10 @@ class Host:
         worker = self._engine_core().model_executor.driver_worker.worker
         return {name: int(spec.page_size_bytes) for name, spec in worker.get_kv_cache_spec().items()}
 
+    def cache_tokens(self) -> int:
+        """Tokens of the KV cache, as vLLM has written them to its log."""
+        return int(self._engine_core().vllm_config.cache_config.kv_cache_size_tokens)
+
     def memory(self, prompt: list[int], max_tokens: int) -> dict[str, int]:
         """Bytes of activations: what vLLM's profiling run has left free for them, and the most that a prompt takes.
 
